@@ -1,0 +1,2 @@
+//! The program `fused-kv`.
+fn main() {}

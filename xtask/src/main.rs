@@ -1,0 +1,2 @@
+//! Build and check tasks of the workspace.
+fn main() {}
