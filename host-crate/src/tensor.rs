@@ -185,12 +185,11 @@ macro_rules! view {
                 shape: &[usize],
                 strides: &[isize],
             ) -> Result<Self, Error> {
-                let build = || {
-                    let layout = Layout::strided(shape, strides)?;
-                    let address = data.$as_ptr() as usize;
-                    Raw::within(address, data.len(), T::DTYPE, layout, offset)
-                };
-                Ok(Self::from_raw(build().map_err(Error::View)?))
+                let (address, len) = (data.$as_ptr() as usize, data.len());
+                let raw = Layout::strided(shape, strides)
+                    .and_then(|layout| Raw::within(address, len, T::DTYPE, layout, offset))
+                    .map_err(Error::View)?;
+                Ok(Self::from_raw(raw))
             }
 
             /// A contiguous view of plain bytes (little endian), for example of a file in memory.
@@ -206,7 +205,12 @@ macro_rules! view {
                         dtype,
                     }));
                 }
-                Self::contiguous(data.$as_ptr() as usize, data.len() / dtype.size(), dtype, shape)
+                Self::contiguous(
+                    data.$as_ptr() as usize,
+                    data.len() / dtype.size(),
+                    dtype,
+                    shape,
+                )
             }
 
             /// A view of memory that another allocator owns: host memory or CUDA device memory.

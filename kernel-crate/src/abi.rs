@@ -213,7 +213,10 @@ impl Status {
     /// The halves to store for a token and its value.
     pub const fn halves(token: u32, value: i64) -> (u64, u64) {
         let token = (token as u64) << 32;
-        (token | (value as u64 >> 32), token | (value as u64 & 0xffff_ffff))
+        (
+            token | (value as u64 >> 32),
+            token | (value as u64 & 0xffff_ffff),
+        )
     }
 
     const fn offender(count: u64, high: u64, low: u64) -> Option<Offender> {

@@ -1,5 +1,8 @@
 //! Device side of fused-kv.
-#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, stdarch_nvptx, asm_experimental_arch))]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_ptx, stdarch_nvptx, asm_experimental_arch)
+)]
 #![no_std]
 
 #[cfg(not(target_arch = "nvptx64"))]
