@@ -9,3 +9,5 @@
 extern crate std;
 
 pub mod abi;
+pub mod arith;
+pub mod convert;
