@@ -5,6 +5,7 @@ mod device;
 mod dtype;
 mod error;
 mod plan;
+mod problem;
 mod tensor;
 
 pub use device::Device;
