@@ -31,8 +31,8 @@ pub mod flags {
     pub const POSITIONS_I64: u32 = 1 << 2;
     /// `slots` are i64 (else i32).
     pub const SLOTS_I64: u32 = 1 << 3;
-    /// K and V of the generic kernel are read and written two elements at a time.
-    pub const PAIRS: u32 = 1 << 4;
+    /// This launch reports bad positions and slots (a job split by layers reports once).
+    pub const REPORT: u32 = 1 << 4;
 }
 
 /// A divisor in the form of a multiplication, exact for every dividend below 2^31.
@@ -48,8 +48,6 @@ pub struct FastDivisor {
     pub multiplier: u32,
     /// `31 + s` above.
     pub shift: u32,
-    /// Keeps the size a multiple of 8.
-    pub reserved: u32,
 }
 
 impl FastDivisor {
@@ -62,7 +60,6 @@ impl FastDivisor {
             divisor,
             multiplier: ((1u64 << shift) / divisor as u64 + 1) as u32,
             shift,
-            reserved: 0,
         }
     }
 
@@ -136,8 +133,9 @@ pub struct Params {
     /// A slot that is skipped like a negative one; negative when there is none.
     pub reserved_slot: i64,
 
-    /// Tokens of this launch.
-    pub tokens: u32,
+    /// Rows of a layer in this launch: tokens times heads (vector kernels), or tokens times
+    /// batches of heads (generic kernels).
+    pub rows: u32,
     /// Index of this launch's first token within the job, for the status record.
     pub first_token: u32,
     /// KV heads (H).
@@ -156,8 +154,13 @@ pub struct Params {
     pub out_dtype: u32,
     /// Bits of [`flags`].
     pub flags: u32,
-    /// Layers of this launch.
-    pub layers: u32,
+    /// log2 of the lanes that share the sum of one row.
+    pub lane_shift: u32,
+    /// Vector kernels: distance, in chunks, between the two chunks of a rotated lane; 0 where no
+    /// lane holds a rotated pair of chunks (interleaved style).
+    pub rotated: u32,
+    /// Vector kernels: the same distance for the other lanes.
+    pub rest: u32,
     /// log2 of the page size when that is a power of two, else `u32::MAX` (pool only).
     pub page_shift: u32,
     /// Division of a row index into token and head (or batch of heads).
@@ -246,11 +249,10 @@ pub const ABI_VERSION: u32 = 1;
 
 const _: () = {
     use core::mem::{align_of, offset_of, size_of};
-    assert!(size_of::<Params>() == 12 * 8 + 16 * 8 + 12 * 4 + 2 * 16);
+    assert!(size_of::<Params>() == 12 * 8 + 16 * 8 + 14 * 4 + 2 * 12);
     assert!(align_of::<Params>() == 8);
     assert!(offset_of!(Params, kv_token) == 96);
-    assert!(offset_of!(Params, tokens) == 224);
-    assert!(offset_of!(Params, row_divisor) == 272);
-    assert!(offset_of!(Params, page_divisor) == 288);
+    assert!(offset_of!(Params, rows) == 224);
+    assert!(offset_of!(Params, row_divisor) == 280);
     assert!(size_of::<Status>() == 48);
 };

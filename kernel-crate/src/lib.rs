@@ -11,3 +11,5 @@ extern crate std;
 pub mod abi;
 pub mod arith;
 pub mod convert;
+pub mod gpu;
+pub mod kernels;

@@ -1,0 +1,269 @@
+//! The kernels, written once over [`Device`].
+//!
+//! [`vector`] moves 16 bytes at a time and serves everything whose rows are aligned and cut into
+//! whole chunks; [`generic`] serves every shape, stride and alignment of the contract.
+
+pub mod generic;
+pub mod vector;
+
+/// Calls `$entries! { name => body; ... }` with every kernel: the one list that each code
+/// generator turns into entry points of these names.
+#[allow(
+    unused_macros,
+    reason = "each code generator uses it; the host has none"
+)]
+macro_rules! for_each_entry {
+    ($entries:ident) => {
+        $entries! {
+            fused_kv_vector_bf16_d128 => crate::kernels::vector::run::<_, crate::kernels::Bf16D128>;
+            fused_kv_vector_bf16 => crate::kernels::vector::run::<_, crate::kernels::Bf16>;
+            fused_kv_vector_f16 => crate::kernels::vector::run::<_, crate::kernels::F16Dense>;
+            fused_kv_vector_f32 => crate::kernels::vector::run::<_, crate::kernels::F32Dense>;
+            fused_kv_generic_1 => crate::kernels::generic::run::<_, 1, false>;
+            fused_kv_generic_2 => crate::kernels::generic::run::<_, 2, false>;
+        }
+    };
+}
+#[allow(
+    unused_imports,
+    reason = "each code generator uses it; the host has none"
+)]
+pub(crate) use for_each_entry;
+
+use crate::abi::{Code, Params, Status, flags};
+use crate::convert;
+use crate::gpu::Device;
+
+const BF16: u32 = Code::Bf16 as u32;
+const F16: u32 = Code::F16 as u32;
+const F32: u32 = Code::F32 as u32;
+const E4M3: u32 = Code::E4M3 as u32;
+
+macro_rules! specs {
+    ($($name:ident: $kv:expr, $aux:expr, $out:expr, d128 $d128:literal, pool $pool:literal;)*) => {$(
+        /// A specialisation of the vector kernel.
+        pub enum $name {}
+        impl vector::Spec for $name {
+            const KV: u32 = $kv;
+            const AUX: u32 = $aux;
+            const OUT: u32 = $out;
+            const D128: bool = $d128;
+            const POOL: bool = $pool;
+        }
+    )*};
+}
+specs! {
+    Bf16D128: BF16, BF16, BF16, d128 true, pool false;
+    Bf16: BF16, vector::ANY, BF16, d128 false, pool false;
+    F16Dense: F16, vector::ANY, F16, d128 false, pool false;
+    F32Dense: F32, vector::ANY, F32, d128 false, pool false;
+}
+
+/// Bytes of an element.
+#[inline(always)]
+const fn size(dtype: u32) -> u32 {
+    match dtype {
+        F32 => 4,
+        BF16 | F16 => 2,
+        _ => 1,
+    }
+}
+
+/// `base + index * stride`, in 64 bits; addresses wrap as the strides may be negative.
+#[inline(always)]
+fn at(base: u64, index: u32, stride: i64) -> u64 {
+    base.wrapping_add((index as i64).wrapping_mul(stride) as u64)
+}
+
+/// A 16-bit float as f32.
+#[inline(always)]
+fn widen(d: impl Device, dtype: u32, bits: u16) -> f32 {
+    if dtype == BF16 {
+        convert::bf16_to_f32(bits)
+    } else {
+        d.f16_to_f32(bits)
+    }
+}
+
+/// Two f32 as a pair of 16-bit floats.
+#[inline(always)]
+fn narrow(d: impl Device, dtype: u32, low: f32, high: f32) -> u32 {
+    if dtype == BF16 {
+        d.bf16x2(low, high)
+    } else {
+        d.f16x2(low, high)
+    }
+}
+
+/// Two f32 as a pair of 8-bit floats.
+#[inline(always)]
+fn narrow_8(d: impl Device, dtype: u32, low: f32, high: f32) -> u16 {
+    if dtype == E4M3 {
+        d.e4m3x2(low, high)
+    } else {
+        d.e5m2x2(low, high)
+    }
+}
+
+/// Element `index` of an array of 32-bit floats, or 0.
+///
+/// # Safety
+///
+/// As for [`Device::load_16`], for that element.
+#[inline(always)]
+unsafe fn load_f32(d: impl Device, when: bool, base: u64, index: u32) -> f32 {
+    // SAFETY: the caller's promise.
+    f32::from_bits(unsafe { d.load_32(when, at(base, index, 4)) })
+}
+
+/// Where the rows of a token go.
+#[derive(Clone, Copy)]
+struct Destination {
+    k: u64,
+    v: u64,
+}
+
+/// A token of this launch, as far as it decides what happens to its rows.
+#[derive(Clone, Copy)]
+struct Token {
+    /// Its rows are written.
+    write: bool,
+    /// Its row of the table.
+    table: u64,
+    destination: Destination,
+}
+
+/// Reads position (and slot), finds table row and destination, and reports what is out of range.
+///
+/// `speaker` must hold for exactly one thread a token over the whole grid.
+///
+/// # Safety
+///
+/// `params` describes live tensors; `active` holds only for a token of this launch.
+#[inline(always)]
+unsafe fn token(
+    d: impl Device,
+    p: &Params,
+    pool: bool,
+    active: bool,
+    speaker: bool,
+    token: u32,
+    layer: u32,
+) -> Token {
+    let mut write = active;
+    let mut destination = Destination { k: 0, v: 0 };
+    if pool {
+        // SAFETY: `active` tokens have a slot.
+        let slot = unsafe {
+            index(
+                d,
+                active,
+                at(p.slots, token, p.slot),
+                p.flags & flags::SLOTS_I64 != 0,
+            )
+        };
+        // The sign is tested before any division.
+        write = active && slot >= 0 && slot != p.reserved_slot;
+        if write && slot >= p.num_slots {
+            write = false;
+            if speaker {
+                let (high, low) = Status::halves(p.first_token + token, slot);
+                let at = p.status + core::mem::offset_of!(Status, bad_slots) as u64;
+                // SAFETY: the status record is live for the launch.
+                unsafe { report(d, at, high, low) };
+            }
+        }
+        let (page, inside) = if p.page_shift < 64 {
+            (slot >> p.page_shift, slot & ((1 << p.page_shift) - 1))
+        } else {
+            // Such pools have fewer than 2^31 slots.
+            let (page, inside) = p.page_divisor.div_rem(if write { slot as u32 } else { 0 });
+            (page as i64, inside as i64)
+        };
+        // SAFETY: one base address a layer.
+        let bases = unsafe {
+            [
+                d.load_64(write, at(p.k_out, layer, 8)),
+                d.load_64(write, at(p.v_out, layer, 8)),
+            ]
+        };
+        let base = |words: [u32; 2]| words[0] as u64 | (words[1] as u64) << 32;
+        let offset = |outer: i64, token: i64| {
+            page.wrapping_mul(outer)
+                .wrapping_add(inside.wrapping_mul(token)) as u64
+        };
+        destination = Destination {
+            k: base(bases[0]).wrapping_add(offset(p.k_outer, p.k_token)),
+            v: base(bases[1]).wrapping_add(offset(p.v_outer, p.v_token)),
+        };
+    } else {
+        destination.k = at(at(p.k_out, layer, p.k_outer), token, p.k_token);
+        destination.v = at(at(p.v_out, layer, p.v_outer), token, p.v_token);
+    }
+    // SAFETY: tokens to be written have a position.
+    let position = unsafe {
+        index(
+            d,
+            write,
+            at(p.positions, token, p.position),
+            p.flags & flags::POSITIONS_I64 != 0,
+        )
+    };
+    if write && (position < 0 || position >= p.table_rows) {
+        write = false;
+        if speaker {
+            let (high, low) = Status::halves(p.first_token + token, position);
+            let at = p.status + core::mem::offset_of!(Status, bad_positions) as u64;
+            // SAFETY: the status record is live for the launch.
+            unsafe { report(d, at, high, low) };
+        }
+    }
+    Token {
+        write,
+        table: p
+            .cos_sin_cache
+            .wrapping_add(position.wrapping_mul(p.table_row) as u64),
+        destination,
+    }
+}
+
+/// An i64 or i32, or 0.
+///
+/// # Safety
+///
+/// As for [`Device::load_16`].
+#[inline(always)]
+unsafe fn index(d: impl Device, when: bool, address: u64, wide: bool) -> i64 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if wide {
+            let words = d.load_64(when, address);
+            (words[0] as u64 | (words[1] as u64) << 32) as i64
+        } else {
+            d.load_32(when, address) as i32 as i64
+        }
+    }
+}
+
+/// Adds an offender to the counter at `address` and the two minima behind it.
+///
+/// # Safety
+///
+/// `address` is that of a counter in a live status record.
+#[inline(always)]
+unsafe fn report(d: impl Device, address: u64, high: u64, low: u64) {
+    // SAFETY: the caller's promise; the three fields follow each other.
+    unsafe {
+        d.count(address);
+        d.lower(address + 8, high);
+        d.lower(address + 16, low);
+    }
+}
+
+const _: () = {
+    use core::mem::offset_of;
+    assert!(offset_of!(Status, position_high) == offset_of!(Status, bad_positions) + 8);
+    assert!(offset_of!(Status, position_low) == offset_of!(Status, bad_positions) + 16);
+    assert!(offset_of!(Status, slot_high) == offset_of!(Status, bad_slots) + 8);
+    assert!(offset_of!(Status, slot_low) == offset_of!(Status, bad_slots) + 16);
+};

@@ -1,0 +1,447 @@
+//! 16 bytes at a time: `2^lane_shift` lanes share a row, each holds two chunks of 8 elements.
+//!
+//! Lane j holds chunks a and b of K. Rotated lanes of the neox style hold the two chunks that are
+//! rotated together, R/2 elements apart, so a rotation never leaves a lane; in the interleaved
+//! style it never leaves a chunk. The other lanes hold two chunks `rest` apart. V is copied in
+//! units of 16 bytes, lane after lane.
+
+use super::{BF16, F16, F32, at, load_f32, narrow, narrow_8, size, token, widen};
+use crate::abi::{Params, flags};
+use crate::arith;
+use crate::gpu::Device;
+
+/// Stands for "read it from the parameters" where a kernel is specialised for a dtype.
+pub const ANY: u32 = u32::MAX;
+
+/// What a kernel is specialised for.
+pub trait Spec {
+    /// Dtype of `kv`.
+    const KV: u32;
+    /// Dtype of weights and table, or [`ANY`].
+    const AUX: u32;
+    /// Dtype of the outputs, or [`ANY`].
+    const OUT: u32;
+    /// D = R = 128 in the neox style.
+    const D128: bool;
+    /// The outputs are a pool.
+    const POOL: bool;
+}
+
+/// Eight elements as they were loaded: four words of a 16-bit type, eight of f32.
+#[derive(Clone, Copy)]
+struct Words([u32; 8]);
+
+impl Words {
+    /// # Safety
+    ///
+    /// As for [`Device::load_16`], for eight elements, aligned to 16 bytes.
+    #[inline(always)]
+    unsafe fn load(d: impl Device, when: bool, address: u64, dtype: u32) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let a = d.load_128(when, address);
+            let b = if dtype == F32 {
+                d.load_128(when, address + 16)
+            } else {
+                [0; 4]
+            };
+            Self([a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]])
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Device::load_16`], for four elements, aligned to their size together.
+    #[inline(always)]
+    unsafe fn load_half(d: impl Device, when: bool, address: u64, dtype: u32) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if dtype == F32 {
+                let a = d.load_128(when, address);
+                Self([a[0], a[1], a[2], a[3], 0, 0, 0, 0])
+            } else {
+                let a = d.load_64(when, address);
+                Self([a[0], a[1], 0, 0, 0, 0, 0, 0])
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn decode(self, d: impl Device, dtype: u32) -> [f32; 8] {
+        let w = self.0;
+        if dtype == F32 {
+            [
+                f32::from_bits(w[0]),
+                f32::from_bits(w[1]),
+                f32::from_bits(w[2]),
+                f32::from_bits(w[3]),
+                f32::from_bits(w[4]),
+                f32::from_bits(w[5]),
+                f32::from_bits(w[6]),
+                f32::from_bits(w[7]),
+            ]
+        } else {
+            let low = |word: u32| widen(d, dtype, word as u16);
+            let high = |word: u32| widen(d, dtype, (word >> 16) as u16);
+            [
+                low(w[0]),
+                high(w[0]),
+                low(w[1]),
+                high(w[1]),
+                low(w[2]),
+                high(w[2]),
+                low(w[3]),
+                high(w[3]),
+            ]
+        }
+    }
+}
+
+/// Stores eight elements.
+///
+/// # Safety
+///
+/// As for [`Device::store_8`], for eight elements, aligned to 16 bytes (8 for 8-bit types).
+#[inline(always)]
+unsafe fn store(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            F32 => {
+                let w = y.map(f32::to_bits);
+                d.store_128(when, address, [w[0], w[1], w[2], w[3]]);
+                d.store_128(when, address + 16, [w[4], w[5], w[6], w[7]]);
+            }
+            BF16 | F16 => {
+                let pair = |low, high| narrow(d, dtype, low, high);
+                let words = [
+                    pair(y[0], y[1]),
+                    pair(y[2], y[3]),
+                    pair(y[4], y[5]),
+                    pair(y[6], y[7]),
+                ];
+                d.store_128(when, address, words);
+            }
+            _ => {
+                let pair = |low, high| narrow_8(d, dtype, low, high) as u32;
+                let words = [
+                    pair(y[0], y[1]) | pair(y[2], y[3]) << 16,
+                    pair(y[4], y[5]) | pair(y[6], y[7]) << 16,
+                ];
+                d.store_64(when, address, words);
+            }
+        }
+    }
+}
+
+/// Divides by a descale: one rounding follows at the store.
+#[inline(always)]
+fn divide(y: [f32; 8], descale: f32) -> [f32; 8] {
+    y.map(|y| y / descale)
+}
+
+/// One thread of the kernel.
+///
+/// # Safety
+///
+/// `p` describes live tensors that do not overlap, whose rows are aligned to 16 bytes and whose
+/// D and R satisfy [`crate::launch`]'s conditions for this kernel; the grid is the one that
+/// [`crate::launch`] gives.
+#[inline(always)]
+pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
+    let lane_shift = if S::D128 { 3 } else { p.lane_shift };
+    let head_dim = if S::D128 { 128 } else { p.head_dim };
+    let rotary_dim = if S::D128 { 128 } else { p.rotary_dim };
+    let rotated = if S::D128 { 8 } else { p.rotated };
+    let interleaved = !S::D128 && p.flags & flags::INTERLEAVED != 0;
+    let weight_dtype = if S::AUX == ANY {
+        p.weight_dtype
+    } else {
+        S::AUX
+    };
+    let table_dtype = if S::AUX == ANY { p.table_dtype } else { S::AUX };
+    let out_dtype = if S::OUT == ANY { p.out_dtype } else { S::OUT };
+    let kv_size = size(S::KV);
+
+    let lanes = 1u32 << lane_shift;
+    let thread = d.thread();
+    let lane = thread & (lanes - 1);
+    let layer = d.layer();
+    let row = d.block() * (d.block_threads() >> lane_shift) + (thread >> lane_shift);
+    let active = row < p.rows;
+    let (token_index, head) = p.row_divisor.div_rem(row);
+
+    // The two chunks of this lane.
+    let chunks = head_dim / 8;
+    let is_rotated = lane < rotated;
+    let (a, distance) = if S::D128 {
+        (lane, 8)
+    } else if is_rotated {
+        (lane, rotated)
+    } else {
+        (lane + rotated, p.rest)
+    };
+    let b = a + distance;
+    let has_a = active && (S::D128 || is_rotated || lane < rotated + p.rest);
+    let has_a = has_a && (S::D128 || a < chunks);
+    let has_b = has_a && (S::D128 || b < chunks);
+
+    d.begin();
+
+    let source = at(at(p.kv, token_index, p.kv_token), layer, p.kv_layer)
+        .wrapping_add((head * head_dim * kv_size) as u64);
+    let value = source.wrapping_add(p.kv_value as u64);
+    let chunk =
+        |base: u64, chunk: u32, dtype: u32| base.wrapping_add((chunk * 8 * size(dtype)) as u64);
+    // Units of 16 bytes of one row of V; each lane moves every lanes-th.
+    let units = head_dim * kv_size / 16;
+    let moves = |unit: u32| active && (S::D128 || unit < units);
+    let unit = |base: u64, unit: u32| base.wrapping_add((unit * 16) as u64);
+
+    // SAFETY: rows of active threads and chunks below D / 8 exist (this function's contract).
+    unsafe {
+        let raw_a = Words::load(d, has_a, chunk(source, a, S::KV), S::KV);
+        let raw_b = Words::load(d, has_b, chunk(source, b, S::KV), S::KV);
+        let v = [
+            d.load_128(moves(lane), unit(value, lane)),
+            d.load_128(moves(lane + lanes), unit(value, lane + lanes)),
+        ];
+        let v_more = if S::KV == F32 {
+            [
+                d.load_128(moves(lane + 2 * lanes), unit(value, lane + 2 * lanes)),
+                d.load_128(moves(lane + 3 * lanes), unit(value, lane + 3 * lanes)),
+            ]
+        } else {
+            [[0; 4]; 2]
+        };
+
+        let speaker = lane == 0 && head == 0 && layer == 0 && p.flags & flags::REPORT != 0;
+        let token = token(d, p, S::POOL, active, speaker, token_index, layer);
+
+        let weight = at(p.k_norm_weight, layer, p.weight_layer);
+        let w_a = Words::load(d, has_a, chunk(weight, a, weight_dtype), weight_dtype);
+        let w_b = Words::load(d, has_b, chunk(weight, b, weight_dtype), weight_dtype);
+        let eps = load_f32(d, active, p.eps, layer);
+
+        // Angles: neox lanes have 8 for their pair of chunks, interleaved ones 4 for each chunk.
+        let sines = token
+            .table
+            .wrapping_add((rotary_dim / 2 * size(table_dtype)) as u64);
+        let rotates = |chunk: u32| token.write && interleaved && chunk * 8 < rotary_dim;
+        let neox = token.write && !interleaved && is_rotated;
+        let angles = |base: u64, index: u32| base.wrapping_add((index * size(table_dtype)) as u64);
+        let (cos_a, sin_a, cos_b, sin_b);
+        if interleaved {
+            let half = |when, base, chunk: u32| {
+                Words::load_half(d, when, angles(base, chunk * 4), table_dtype)
+            };
+            cos_a = half(has_a && rotates(a), token.table, a);
+            sin_a = half(has_a && rotates(a), sines, a);
+            cos_b = half(has_b && rotates(b), token.table, b);
+            sin_b = half(has_b && rotates(b), sines, b);
+        } else {
+            cos_a = Words::load(d, neox, angles(token.table, lane * 8), table_dtype);
+            sin_a = Words::load(d, neox, angles(sines, lane * 8), table_dtype);
+            cos_b = Words([0; 8]);
+            sin_b = Words([0; 8]);
+        }
+
+        // V first: its stores wait for nothing but the token.
+        let v_row = at(token.destination.v, head, p.v_head);
+        if !S::POOL && p.value_scale == 0 || S::POOL && p.value_scale == 0 && out_dtype == S::KV {
+            d.store_128(token.write && moves(lane), unit(v_row, lane), v[0]);
+            d.store_128(
+                token.write && moves(lane + lanes),
+                unit(v_row, lane + lanes),
+                v[1],
+            );
+            if S::KV == F32 {
+                let (third, fourth) = (lane + 2 * lanes, lane + 3 * lanes);
+                d.store_128(token.write && moves(third), unit(v_row, third), v_more[0]);
+                d.store_128(token.write && moves(fourth), unit(v_row, fourth), v_more[1]);
+            }
+        } else {
+            let scaled = p.value_scale != 0;
+            let scale = load_f32(d, scaled && active, p.value_scale, layer);
+            let descaled = S::POOL && p.v_descale != 0;
+            let descale = load_f32(d, descaled && active, p.v_descale, layer);
+            let elements = 16 / kv_size;
+            let convert = |raw: [u32; 4], index: u32| {
+                let words = Words([raw[0], raw[1], raw[2], raw[3], 0, 0, 0, 0]);
+                let mut y = words.decode(d, S::KV);
+                if scaled {
+                    y = y.map(|y| y * scale);
+                }
+                if descaled {
+                    y = divide(y, descale);
+                }
+                let address = v_row.wrapping_add((index * elements * size(out_dtype)) as u64);
+                let when = token.write && moves(index);
+                if S::KV == F32 {
+                    store_half(d, when, address, y, out_dtype);
+                } else {
+                    store(d, when, address, y, out_dtype);
+                }
+            };
+            convert(v[0], lane);
+            convert(v[1], lane + lanes);
+            if S::KV == F32 {
+                convert(v_more[0], lane + 2 * lanes);
+                convert(v_more[1], lane + 3 * lanes);
+            }
+        }
+
+        // The sum of squares: chunks in a lane, then the tree over the lanes.
+        let x_a = raw_a.decode(d, S::KV);
+        let x_b = raw_b.decode(d, S::KV);
+        let (sum_a, sum_b) = (arith::chunk_sum(&x_a), arith::chunk_sum(&x_b));
+        let mut sum = if S::D128 || distance_is_lanes(p, lanes, rotated) {
+            sum_a + sum_b
+        } else {
+            gather(d, p, lane, lanes, chunks, sum_a, sum_b)
+        };
+        let mut mask = lanes / 2;
+        while mask > 0 {
+            sum += d.shuffle_xor(sum, mask);
+            mask /= 2;
+        }
+        let inv = arith::inverse_rms(sum, head_dim, eps, |x| d.sqrt(x));
+
+        let offset = p.flags & flags::OFFSET_WEIGHT != 0;
+        let normalize = |x: [f32; 8], w: Words| {
+            let w = w.decode(d, weight_dtype);
+            let one = |i: usize| arith::normalize(x[i], inv, arith::effective_weight(w[i], offset));
+            [
+                one(0),
+                one(1),
+                one(2),
+                one(3),
+                one(4),
+                one(5),
+                one(6),
+                one(7),
+            ]
+        };
+        let (mut y_a, mut y_b) = (normalize(x_a, w_a), normalize(x_b, w_b));
+        if interleaved {
+            if rotates(a) {
+                y_a = rotate_within(d, y_a, cos_a, sin_a, table_dtype);
+            }
+            if rotates(b) {
+                y_b = rotate_within(d, y_b, cos_b, sin_b, table_dtype);
+            }
+        } else if S::D128 || is_rotated {
+            let (cos, sin) = (cos_a.decode(d, table_dtype), sin_a.decode(d, table_dtype));
+            let one = |i: usize| arith::rotate(y_a[i], y_b[i], cos[i], sin[i]);
+            let pairs = [
+                one(0),
+                one(1),
+                one(2),
+                one(3),
+                one(4),
+                one(5),
+                one(6),
+                one(7),
+            ];
+            (y_a, y_b) = (
+                pairs.map(|(first, _)| first),
+                pairs.map(|(_, second)| second),
+            );
+        }
+        if S::POOL && p.k_descale != 0 {
+            let descale = load_f32(d, active, p.k_descale, layer);
+            (y_a, y_b) = (divide(y_a, descale), divide(y_b, descale));
+        }
+        let k_row = at(token.destination.k, head, p.k_head);
+        store(
+            d,
+            token.write && has_a,
+            chunk(k_row, a, out_dtype),
+            y_a,
+            out_dtype,
+        );
+        store(
+            d,
+            token.write && has_b,
+            chunk(k_row, b, out_dtype),
+            y_b,
+            out_dtype,
+        );
+    }
+}
+
+/// Whether every lane's two chunks are the two that the first step of the tree adds.
+#[inline(always)]
+fn distance_is_lanes(p: &Params, lanes: u32, rotated: u32) -> bool {
+    (rotated == lanes) || (rotated == 0 && p.rest == lanes)
+}
+
+/// The first step of the tree where the chunks lie otherwise: lane j fetches the sums of chunks j
+/// and j + lanes from whoever holds them.
+#[inline(always)]
+fn gather(
+    d: impl Device,
+    p: &Params,
+    lane: u32,
+    lanes: u32,
+    chunks: u32,
+    sum_a: f32,
+    sum_b: f32,
+) -> f32 {
+    let first = d.thread() & 31 & !(lanes - 1);
+    let fetch = |chunk: u32| {
+        let (holder, is_b) = if chunk < p.rotated {
+            (chunk, false)
+        } else if chunk < 2 * p.rotated {
+            (chunk - p.rotated, true)
+        } else if chunk < 2 * p.rotated + p.rest {
+            (chunk - p.rotated, false)
+        } else {
+            (chunk - p.rotated - p.rest, true)
+        };
+        let holder = first + (holder & (lanes - 1));
+        let from_a = d.shuffle_from(sum_a, holder);
+        let from_b = d.shuffle_from(sum_b, holder);
+        match (chunk < chunks, is_b) {
+            (false, _) => 0.0,
+            (true, false) => from_a,
+            (true, true) => from_b,
+        }
+    };
+    fetch(lane) + fetch(lane + lanes)
+}
+
+/// Rotates the four pairs of one chunk in the interleaved style.
+#[inline(always)]
+fn rotate_within(d: impl Device, y: [f32; 8], cos: Words, sin: Words, dtype: u32) -> [f32; 8] {
+    let (cos, sin) = (cos.decode(d, dtype), sin.decode(d, dtype));
+    let one = |i: usize| arith::rotate(y[2 * i], y[2 * i + 1], cos[i], sin[i]);
+    let (p0, p1, p2, p3) = (one(0), one(1), one(2), one(3));
+    [p0.0, p0.1, p1.0, p1.1, p2.0, p2.1, p3.0, p3.1]
+}
+
+/// Stores the first four of eight elements.
+///
+/// # Safety
+///
+/// As for [`Device::store_8`], for four elements, aligned to their size together.
+#[inline(always)]
+unsafe fn store_half(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            F32 => {
+                let w = y.map(f32::to_bits);
+                d.store_128(when, address, [w[0], w[1], w[2], w[3]]);
+            }
+            BF16 | F16 => {
+                let words = [narrow(d, dtype, y[0], y[1]), narrow(d, dtype, y[2], y[3])];
+                d.store_64(when, address, words);
+            }
+            _ => {
+                let pair = |low, high| narrow_8(d, dtype, low, high) as u32;
+                d.store_32(when, address, pair(y[0], y[1]) | pair(y[2], y[3]) << 16);
+            }
+        }
+    }
+}
