@@ -11,5 +11,8 @@ extern crate std;
 pub mod abi;
 pub mod arith;
 pub mod convert;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod emulator;
 pub mod gpu;
 pub mod kernels;
+pub mod launch;

@@ -1,0 +1,215 @@
+//! Which kernel serves a job, and with which grid.
+
+use crate::abi::{Code, FastDivisor, Params};
+
+/// A dispatch path. All of them give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Path {
+    /// 16 bytes at a time: aligned rows, whole chunks, at most 512 elements a head.
+    Vector,
+    /// Two elements at a time: rows aligned to two elements.
+    Pairs,
+    /// One element at a time: everything.
+    Elements,
+}
+
+impl Path {
+    /// All paths, fastest first.
+    pub const ALL: [Self; 3] = [Self::Vector, Self::Pairs, Self::Elements];
+
+    /// The name that options and messages use.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Vector => "vector",
+            Self::Pairs => "pairs",
+            Self::Elements => "elements",
+        }
+    }
+}
+
+/// What decides about the path: geometry, dtypes, and the alignment of everything.
+///
+/// The `_bits` fields are the bitwise or of all addresses and byte strides that lead to a row:
+/// their lowest set bit is the alignment of the rows.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts {
+    /// KV heads (H), at least 1.
+    pub heads: u32,
+    /// Elements of a head (D), even, 2 to 1024.
+    pub head_dim: u32,
+    /// Rotated elements of a head (R), even, 2 to D.
+    pub rotary_dim: u32,
+    /// Pairs `(2i, 2i+1)` instead of `(i, i + R/2)`.
+    pub interleaved: bool,
+    /// Dtype of `kv`.
+    pub kv: Code,
+    /// Dtype of the norm weights.
+    pub weight: Code,
+    /// Dtype of the table.
+    pub table: Code,
+    /// Dtype of the outputs.
+    pub out: Code,
+    /// The outputs are a pool.
+    pub pool: bool,
+    /// Of `kv`.
+    pub kv_bits: u64,
+    /// Of both outputs.
+    pub out_bits: u64,
+    /// Of the norm weights.
+    pub weight_bits: u64,
+    /// Of the table.
+    pub table_bits: u64,
+}
+
+const fn size(code: Code) -> u64 {
+    match code {
+        Code::F32 => 4,
+        Code::Bf16 | Code::F16 => 2,
+        Code::E4M3 | Code::E5M2 => 1,
+    }
+}
+
+const fn aligned(bits: u64, to: u64) -> bool {
+    bits % to == 0
+}
+
+impl Facts {
+    /// Why `path` cannot serve this job, if it cannot.
+    pub fn obstacle(&self, path: Path) -> Option<&'static str> {
+        let (kv, out, table) = (size(self.kv), size(self.out), size(self.table));
+        match path {
+            Path::Elements => None,
+            Path::Pairs => {
+                if !aligned(self.kv_bits, 2 * kv) || !aligned(self.out_bits, 2 * out) {
+                    Some("rows are not aligned to two elements")
+                } else {
+                    None
+                }
+            }
+            Path::Vector => {
+                // Interleaved chunks take four angles, rotated pairs of neox chunks eight.
+                let (rotary_unit, angles) = if self.interleaved { (8, 4) } else { (16, 8) };
+                let sines = u64::from(self.rotary_dim) / 2 * table;
+                if self.head_dim % 8 != 0 || self.head_dim > 512 {
+                    Some("head_dim is no multiple of 8 up to 512")
+                } else if self.rotary_dim % rotary_unit != 0 {
+                    Some("rotary_dim does not cut the row at whole chunks")
+                } else if !aligned(self.kv_bits, 16) {
+                    Some("rows of kv are not aligned to 16 bytes")
+                } else if !aligned(self.out_bits, 8 * if out > 2 { 2 } else { out }) {
+                    Some("rows of the outputs are not aligned to a vector store")
+                } else if !aligned(self.weight_bits, 16) {
+                    Some("rows of k_norm_weight are not aligned to 16 bytes")
+                } else if !aligned(self.table_bits | sines, core::cmp::min(16, angles * table)) {
+                    Some("rows of cos_sin_cache are not aligned to a vector load")
+                } else {
+                    None
+                }
+            }
+        }
+    }
+
+    /// The fastest path that can serve this job.
+    pub fn best_path(&self) -> Path {
+        let serves = |path: &Path| self.obstacle(*path).is_none();
+        Path::ALL.into_iter().find(serves).unwrap_or(Path::Elements)
+    }
+
+    /// The launch of `path`, for `tokens` tokens. `threads`, a multiple of 32 up to 1024, forces
+    /// the size of a block.
+    ///
+    /// The path must be able to serve the job: see [`Facts::obstacle`].
+    pub fn launch(&self, path: Path, tokens: u64, threads: Option<u32>) -> Launch {
+        let leaves = crate::arith::leaves(self.head_dim);
+        let lanes = (leaves / 2).clamp(1, 32);
+        let lane_shift = lanes.trailing_zeros();
+        let chunks = self.head_dim / 8;
+        let (rotated, rest) = match (path, self.interleaved) {
+            (Path::Vector, false) => {
+                let rotated = self.rotary_dim / 16;
+                (rotated, (chunks - 2 * rotated).div_ceil(2))
+            }
+            // Nothing crosses a chunk: the two chunks of a lane are those the tree adds first.
+            _ => (0, lanes),
+        };
+        let per_token = match path {
+            Path::Vector => self.heads,
+            Path::Pairs | Path::Elements => self.heads.div_ceil(32 / lanes),
+        };
+        let row_threads = if path == Path::Vector { lanes } else { 32 };
+        let threads = threads.unwrap_or_else(|| {
+            let wanted = tokens.saturating_mul(u64::from(per_token * row_threads));
+            if wanted <= 64 * 512 { 64 } else { 256 }
+        });
+        Launch {
+            entry: self.entry(path),
+            threads,
+            rows_per_block: threads / row_threads,
+            per_token,
+            max_tokens: ((1 << 31) - 1) / per_token - threads,
+            lane_shift,
+            rotated,
+            rest,
+        }
+    }
+
+    fn entry(&self, path: Path) -> &'static str {
+        match (path, self.kv) {
+            (Path::Vector, Code::Bf16) if self.is_common() => "fused_kv_vector_bf16_d128",
+            (Path::Vector, Code::Bf16) => "fused_kv_vector_bf16",
+            (Path::Vector, Code::F16) => "fused_kv_vector_f16",
+            (Path::Vector, _) => "fused_kv_vector_f32",
+            (Path::Pairs, _) => "fused_kv_generic_2",
+            (Path::Elements, _) => "fused_kv_generic_1",
+        }
+    }
+
+    /// The geometry that has a kernel of its own.
+    fn is_common(&self) -> bool {
+        self.head_dim == 128
+            && self.rotary_dim == 128
+            && !self.interleaved
+            && self.weight == Code::Bf16
+            && self.table == Code::Bf16
+    }
+}
+
+/// A kernel and the shape of its grid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Name of the entry point.
+    pub entry: &'static str,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Rows that a block takes: heads of tokens, or batches of heads of tokens.
+    pub rows_per_block: u32,
+    /// Rows of a token.
+    pub per_token: u32,
+    /// The most tokens that one launch can index.
+    pub max_tokens: u32,
+    /// See [`Params::lane_shift`].
+    pub lane_shift: u32,
+    /// See [`Params::rotated`].
+    pub rotated: u32,
+    /// See [`Params::rest`].
+    pub rest: u32,
+}
+
+/// The most layers that one launch can index: the limit of a grid along y.
+pub const MAX_LAYERS: u32 = 65_535;
+
+impl Launch {
+    /// Writes what this launch decides into `params`.
+    pub fn apply(&self, params: &mut Params) {
+        params.lane_shift = self.lane_shift;
+        params.rotated = self.rotated;
+        params.rest = self.rest;
+        params.row_divisor = FastDivisor::new(self.per_token);
+    }
+
+    /// Rows of `tokens` tokens, and blocks along x that take them.
+    pub fn rows(&self, tokens: u32) -> (u32, u32) {
+        let rows = tokens * self.per_token;
+        (rows, rows.div_ceil(self.rows_per_block))
+    }
+}

@@ -1,0 +1,437 @@
+//! Every kernel on the emulated device against plain loops in the order of the contract.
+
+use fused_kv_kernels::abi::{Code, Params, Status, flags};
+use fused_kv_kernels::launch::{Facts, Path};
+use fused_kv_kernels::{arith, convert, emulator};
+
+/// SplitMix64: enough to fill tensors, without a dependency.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    fn value(&mut self) -> f32 {
+        (self.below(1 << 20) as f32 / (1 << 18) as f32) - 2.0
+    }
+
+    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize]
+    }
+}
+
+fn size(code: Code) -> usize {
+    match code {
+        Code::F32 => 4,
+        Code::Bf16 | Code::F16 => 2,
+        _ => 1,
+    }
+}
+
+fn encode(code: Code, value: f32) -> Vec<u8> {
+    match code {
+        Code::F32 => convert::f32_from_f32(value).to_le_bytes().to_vec(),
+        Code::Bf16 => convert::bf16_from_f32(value).to_le_bytes().to_vec(),
+        Code::F16 => convert::f16_from_f32(value).to_le_bytes().to_vec(),
+        Code::E4M3 => vec![convert::e4m3_from_f32(value)],
+        Code::E5M2 => vec![convert::e5m2_from_f32(value)],
+    }
+}
+
+/// A tensor in memory aligned to 16 bytes, its first element `shift` bytes in.
+struct Memory {
+    words: Vec<u128>,
+    code: Code,
+    shift: usize,
+}
+
+impl Memory {
+    fn new(code: Code, elements: usize, shift: usize) -> Self {
+        let words = vec![u128::from_ne_bytes([0xA5; 16]); (elements * size(code) + shift) / 16 + 2];
+        Self { words, code, shift }
+    }
+
+    fn random(code: Code, elements: usize, shift: usize, random: &mut Random) -> Self {
+        let mut memory = Self::new(code, elements, shift);
+        for i in 0..elements {
+            let bytes = encode(code, random.value());
+            let at = memory.shift + i * size(code);
+            memory.bytes_mut()[at..at + bytes.len()].copy_from_slice(&bytes);
+        }
+        memory
+    }
+
+    fn bytes(&self) -> &[u8] {
+        let len = self.words.len() * 16;
+        // SAFETY: the words are initialized and any byte of them may be read.
+        unsafe { std::slice::from_raw_parts(self.words.as_ptr().cast(), len) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let len = self.words.len() * 16;
+        // SAFETY: as above; every byte pattern is a valid word.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), len) }
+    }
+
+    fn address(&self) -> u64 {
+        self.words.as_ptr() as u64 + self.shift as u64
+    }
+
+    fn raw(&self, index: usize) -> &[u8] {
+        let at = self.shift + index * size(self.code);
+        &self.bytes()[at..at + size(self.code)]
+    }
+
+    fn get(&self, index: usize) -> f32 {
+        let raw = self.raw(index);
+        match self.code {
+            Code::F32 => f32::from_le_bytes(raw.try_into().unwrap()),
+            Code::Bf16 => convert::bf16_to_f32(u16::from_le_bytes(raw.try_into().unwrap())),
+            Code::F16 => convert::f16_to_f32(u16::from_le_bytes(raw.try_into().unwrap())),
+            Code::E4M3 => convert::e4m3_to_f32(raw[0]),
+            Code::E5M2 => convert::e5m2_to_f32(raw[0]),
+        }
+    }
+}
+
+struct Case {
+    tokens: usize,
+    layers: usize,
+    heads: usize,
+    head_dim: usize,
+    rotary_dim: usize,
+    interleaved: bool,
+    offset: bool,
+    scaled: bool,
+    kv: Code,
+    weight: Code,
+    table: Code,
+    /// Elements by which kv and the outputs are shifted.
+    shift: usize,
+    seed: u64,
+}
+
+/// Runs the case on every path that serves it; returns how many did.
+fn check(case: &Case, threads: Option<u32>) -> usize {
+    let mut random = Random(case.seed);
+    let (t, l, h, d, r) = (
+        case.tokens,
+        case.layers,
+        case.heads,
+        case.head_dim,
+        case.rotary_dim,
+    );
+    let p = 7;
+    let kv = Memory::random(
+        case.kv,
+        t * l * 2 * h * d,
+        case.shift * size(case.kv),
+        &mut random,
+    );
+    let weight = Memory::random(case.weight, l * d, 0, &mut random);
+    let table = Memory::random(case.table, p * r, 0, &mut random);
+    let eps: Vec<f32> = (0..l).map(|l| 1e-6 * (l + 1) as f32).collect();
+    let scale: Vec<f32> = (0..l).map(|l| 0.612 + l as f32).collect();
+    // The third token's position is outside the table, its rows must stay as they are.
+    let positions: Vec<i64> = (0..t)
+        .map(|t| {
+            if t == 2 {
+                p as i64
+            } else {
+                random.below(p as u64) as i64
+            }
+        })
+        .collect();
+
+    let facts = Facts {
+        heads: h as u32,
+        head_dim: d as u32,
+        rotary_dim: r as u32,
+        interleaved: case.interleaved,
+        kv: case.kv,
+        weight: case.weight,
+        table: case.table,
+        out: case.kv,
+        pool: false,
+        kv_bits: kv.address() | (h * d * size(case.kv)) as u64 | (d * size(case.kv)) as u64,
+        out_bits: (case.shift * size(case.kv)) as u64 | (d * size(case.kv)) as u64,
+        weight_bits: weight.address() | (d * size(case.weight)) as u64,
+        table_bits: table.address() | (r * size(case.table)) as u64,
+    };
+    let mut ran = 0;
+    for path in Path::ALL {
+        if facts.obstacle(path).is_some() {
+            continue;
+        }
+        ran += 1;
+        let k_out = Memory::new(case.kv, l * t * h * d, case.shift * size(case.kv));
+        let v_out = Memory::new(case.kv, l * t * h * d, case.shift * size(case.kv));
+        let mut status = Status::CLEAR;
+        let launch = facts.launch(path, t as u64, threads);
+        let (rows, blocks) = launch.rows(t as u32);
+        let bytes = |elements: usize, code: Code| (elements * size(code)) as i64;
+        let flag = |on: bool, flag: u32| if on { flag } else { 0 };
+        let mut params = Params {
+            kv: kv.address(),
+            k_out: k_out.address(),
+            v_out: v_out.address(),
+            k_norm_weight: weight.address(),
+            eps: eps.as_ptr() as u64,
+            cos_sin_cache: table.address(),
+            positions: positions.as_ptr() as u64,
+            value_scale: if case.scaled {
+                scale.as_ptr() as u64
+            } else {
+                0
+            },
+            slots: 0,
+            k_descale: 0,
+            v_descale: 0,
+            status: &raw mut status as u64,
+            kv_token: bytes(l * 2 * h * d, case.kv),
+            kv_layer: bytes(2 * h * d, case.kv),
+            kv_value: bytes(h * d, case.kv),
+            weight_layer: bytes(d, case.weight),
+            table_row: bytes(r, case.table),
+            table_rows: p as i64,
+            position: 8,
+            slot: 0,
+            k_outer: bytes(t * h * d, case.kv),
+            k_token: bytes(h * d, case.kv),
+            k_head: bytes(d, case.kv),
+            v_outer: bytes(t * h * d, case.kv),
+            v_token: bytes(h * d, case.kv),
+            v_head: bytes(d, case.kv),
+            num_slots: 0,
+            reserved_slot: -1,
+            rows,
+            first_token: 0,
+            heads: h as u32,
+            head_dim: d as u32,
+            rotary_dim: r as u32,
+            kv_dtype: case.kv as u32,
+            weight_dtype: case.weight as u32,
+            table_dtype: case.table as u32,
+            out_dtype: case.kv as u32,
+            flags: flags::POSITIONS_I64
+                | flags::REPORT
+                | flag(case.interleaved, flags::INTERLEAVED)
+                | flag(case.offset, flags::OFFSET_WEIGHT),
+            lane_shift: 0,
+            rotated: 0,
+            rest: 0,
+            page_shift: 0,
+            row_divisor: Default::default(),
+            page_divisor: Default::default(),
+        };
+        launch.apply(&mut params);
+        // SAFETY: the parameters describe the memory above.
+        let done =
+            unsafe { emulator::run(launch.entry, (blocks, l as u32), launch.threads, &params) };
+        assert_eq!(done, Ok(()), "{}", launch.entry);
+
+        let bad = if t > 2 { Some((1, 2, p as i64)) } else { None };
+        let found = status
+            .positions()
+            .map(|found| (found.count, found.token, found.value));
+        assert_eq!(found, bad);
+        for layer in 0..l {
+            for token in 0..t {
+                for head in 0..h {
+                    let context = format!(
+                        "{path:?} {:?} D={d} R={r} interleaved={} token {token} layer {layer} head {head}",
+                        case.kv, case.interleaved
+                    );
+                    let out = ((layer * t + token) * h + head) * d;
+                    if token == 2 {
+                        for i in 0..d {
+                            assert!(k_out.raw(out + i).iter().all(|b| *b == 0xA5), "{context}");
+                            assert!(v_out.raw(out + i).iter().all(|b| *b == 0xA5), "{context}");
+                        }
+                        continue;
+                    }
+                    let source = ((token * l + layer) * 2 * h + head) * d;
+                    let x: Vec<f32> = (0..d).map(|i| kv.get(source + i)).collect();
+                    let w: Vec<f32> = (0..d)
+                        .map(|i| arith::effective_weight(weight.get(layer * d + i), case.offset))
+                        .collect();
+                    let row = positions[token] as usize * r;
+                    let expected = reference(&x, &w, eps[layer], case, |angle| {
+                        (table.get(row + angle), table.get(row + r / 2 + angle))
+                    });
+                    for i in 0..d {
+                        assert_eq!(
+                            k_out.raw(out + i),
+                            encode(case.kv, expected[i]),
+                            "K {context} element {i}"
+                        );
+                        let v = source + h * d + i;
+                        let expected = if case.scaled {
+                            encode(case.kv, kv.get(v) * scale[layer])
+                        } else {
+                            kv.raw(v).to_vec()
+                        };
+                        assert_eq!(v_out.raw(out + i), expected, "V {context} element {i}");
+                    }
+                }
+            }
+        }
+        let shift = case.shift * size(case.kv);
+        let end = shift + l * t * h * d * size(case.kv);
+        for memory in [&k_out, &v_out] {
+            let canaries = memory.bytes()[..shift].iter().chain(&memory.bytes()[end..]);
+            assert!(
+                canaries.into_iter().all(|byte| *byte == 0xA5),
+                "canary of {path:?}"
+            );
+        }
+    }
+    ran
+}
+
+fn reference(
+    x: &[f32],
+    w: &[f32],
+    eps: f32,
+    case: &Case,
+    angle: impl Fn(usize) -> (f32, f32),
+) -> Vec<f32> {
+    let mut sums: Vec<f32> = x.chunks(8).map(arith::chunk_sum).collect();
+    sums.resize(sums.len().next_power_of_two(), 0.0);
+    let inv = 1.0 / (arith::tree_sum(&mut sums) / x.len() as f32 + eps).sqrt();
+    let mut y: Vec<f32> = x.iter().zip(w).map(|(x, w)| (x * inv) * w).collect();
+    for i in 0..case.rotary_dim / 2 {
+        let (first, second) = if case.interleaved {
+            (2 * i, 2 * i + 1)
+        } else {
+            (i, i + case.rotary_dim / 2)
+        };
+        let (cos, sin) = angle(i);
+        let (a, b) = (y[first], y[second]);
+        y[first] = a * cos - b * sin;
+        y[second] = b * cos + a * sin;
+    }
+    y
+}
+
+const FLOATS: [Code; 3] = [Code::Bf16, Code::F16, Code::F32];
+
+#[test]
+fn the_common_geometry() {
+    let case = |seed, threads| {
+        let case = Case {
+            tokens: 4,
+            layers: 2,
+            heads: 3,
+            head_dim: 128,
+            rotary_dim: 128,
+            interleaved: false,
+            offset: false,
+            scaled: false,
+            kv: Code::Bf16,
+            weight: Code::Bf16,
+            table: Code::Bf16,
+            shift: 0,
+            seed,
+        };
+        assert_eq!(check(&case, threads), 3);
+    };
+    case(1, None);
+    case(2, Some(256));
+}
+
+#[test]
+fn geometries_that_are_known_to_break_kernels() {
+    for (seed, (head_dim, rotary_dim)) in [
+        (2, 2),
+        (4, 4),
+        (8, 8),
+        (16, 16),
+        (46, 46),
+        (64, 24),
+        (72, 72),
+        (80, 32),
+        (96, 96),
+        (112, 96),
+        (128, 64),
+        (128, 96),
+        (160, 80),
+        (192, 192),
+        (224, 24),
+        (256, 64),
+        (512, 512),
+        (576, 64),
+        (1024, 1024),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for interleaved in [false, true] {
+            let case = Case {
+                tokens: 3,
+                layers: 1,
+                heads: 2,
+                head_dim,
+                rotary_dim,
+                interleaved,
+                offset: interleaved,
+                scaled: !interleaved && head_dim > 64,
+                kv: FLOATS[seed % 3],
+                weight: Code::Bf16,
+                table: Code::F32,
+                shift: 0,
+                seed: seed as u64,
+            };
+            let served = check(&case, None);
+            let vector = head_dim % 8 == 0
+                && head_dim <= 512
+                && rotary_dim % if interleaved { 8 } else { 16 } == 0;
+            assert_eq!(
+                served,
+                2 + usize::from(vector),
+                "D={head_dim} R={rotary_dim}"
+            );
+        }
+    }
+}
+
+#[test]
+fn random_cases() {
+    let mut random = Random(20);
+    for seed in 0..60 {
+        let largest = random.pick(&[20, 80, 128]);
+        let head_dim = 2 * (1 + random.below(largest) as usize);
+        let head_dim = if random.below(2) == 0 {
+            head_dim.next_multiple_of(8)
+        } else {
+            head_dim
+        };
+        let rotary_dim = 2 * (1 + random.below(head_dim as u64 / 2) as usize);
+        let case = Case {
+            tokens: 1 + random.below(4) as usize,
+            layers: 1 + random.below(2) as usize,
+            heads: 1 + random.below(5) as usize,
+            head_dim,
+            rotary_dim,
+            interleaved: random.below(2) == 0,
+            offset: random.below(2) == 0,
+            scaled: random.below(3) == 0,
+            kv: random.pick(&FLOATS),
+            weight: random.pick(&FLOATS),
+            table: random.pick(&FLOATS),
+            shift: random.pick(&[0, 0, 0, 1, 2, 4]),
+            seed,
+        };
+        let threads = random.pick(&[None, Some(32), Some(96)]);
+        assert!(check(&case, threads) > 0);
+    }
+}
