@@ -275,6 +275,21 @@ pub enum Error {
         other: Argument,
     },
 
+    /// An element in device memory is not at a multiple of its size. (Host memory may have any
+    /// alignment.)
+    #[error(
+        "Invalid {argument} address for fused KV materialization: got {address:#x}, \
+         expected a multiple of {expected}."
+    )]
+    Alignment {
+        /// The tensor.
+        argument: Argument,
+        /// Address of its first element.
+        address: u64,
+        /// Size of its elements in bytes.
+        expected: usize,
+    },
+
     /// A tensor has a dtype that it can't have.
     #[error(
         "Invalid {argument} dtype for fused KV materialization: got {found}, expected {expected}."
@@ -311,6 +326,15 @@ pub enum Error {
         found: u64,
         /// Its largest supported value.
         limit: u64,
+    },
+
+    /// Memory for an output could not be had.
+    #[error("Out of memory in fused KV materialization: {argument} needs {bytes} bytes.")]
+    OutOfMemory {
+        /// The output that the plan was to allocate.
+        argument: Argument,
+        /// Its size in bytes.
+        bytes: usize,
     },
 
     /// Positions outside the table. Rows of those tokens were left untouched; all others are
@@ -369,4 +393,14 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error(transparent)]
     Cuda(#[from] crate::cuda::CudaError),
+}
+
+#[cfg(not(feature = "cuda"))]
+impl Error {
+    pub(crate) fn cuda_not_compiled() -> Self {
+        Self::BackendNotCompiled {
+            backend: "CUDA",
+            remedy: "build fused-kv with the feature `cuda`",
+        }
+    }
 }

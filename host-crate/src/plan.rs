@@ -1,7 +1,13 @@
 //! What to compute, on what, into what: the description of a job, and its validated form.
 
-use crate::error::Error;
-use crate::tensor::{TensorView, TensorViewMut};
+use std::marker::PhantomData;
+
+use crate::cpu;
+use crate::error::{Argument, Error};
+use crate::owned::OwnedTensor;
+use crate::problem::{Problem, Target};
+use crate::tensor::{Raw, TensorView, TensorViewMut};
+use crate::{Device, validate};
 
 /// Which elements of a head RoPE rotates together. There is no default: the wrong style gives
 /// plausible numbers.
@@ -79,7 +85,75 @@ pub struct Outputs<'a> {
 /// A job whose description was checked once and that can be run many times.
 #[derive(Debug)]
 pub struct Plan<'a> {
-    todo: std::marker::PhantomData<&'a mut [u8]>,
+    problem: Problem,
+    backend: Backend,
+    k: Destination<'a>,
+    v: Destination<'a>,
+    /// The inputs stay borrowed: `problem` holds their addresses.
+    inputs: PhantomData<Inputs<'a>>,
+}
+
+/// What runs the job, with its state.
+#[derive(Debug)]
+enum Backend {
+    Cpu(cpu::Runner),
+    #[cfg(feature = "cuda")]
+    Cuda(crate::cuda::Runner),
+}
+
+impl Backend {
+    /// The backend for the device that the problem is on.
+    fn new(problem: &Problem) -> Result<Self, Error> {
+        match problem.device {
+            Device::Cpu => Ok(Self::Cpu(cpu::Runner::new())),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => crate::cuda::Runner::new(problem).map(Self::Cuda),
+            #[cfg(not(feature = "cuda"))]
+            Device::Cuda(_) => Err(Error::cuda_not_compiled()),
+        }
+    }
+}
+
+/// Where the memory behind a view really is: with CUDA compiled in, the driver knows.
+#[cfg(feature = "cuda")]
+const RESOLVE: validate::Resolve<'static> = &crate::cuda::resolve_device;
+#[cfg(not(feature = "cuda"))]
+const RESOLVE: validate::Resolve<'static> = &validate::believe;
+
+/// Memory that one output goes to.
+#[derive(Debug)]
+enum Destination<'a> {
+    Caller(TensorViewMut<'a>),
+    Owned(OwnedTensor),
+}
+
+impl Destination<'_> {
+    fn new(
+        argument: Argument,
+        supplied: Option<Raw>,
+        sources: &validate::Sources,
+        shape: &[usize],
+    ) -> Result<Self, Error> {
+        match supplied {
+            Some(raw) => Ok(Self::Caller(TensorViewMut::from_raw(raw))),
+            None => OwnedTensor::allocate(argument, sources.device(), sources.dtype(), shape)
+                .map(Self::Owned),
+        }
+    }
+
+    fn raw(&self) -> &Raw {
+        match self {
+            Self::Caller(view) => &view.raw,
+            Self::Owned(tensor) => tensor.raw(),
+        }
+    }
+
+    fn into_owned(self) -> Option<OwnedTensor> {
+        match self {
+            Self::Caller(_) => None,
+            Self::Owned(tensor) => Some(tensor),
+        }
+    }
 }
 
 impl<'a> Plan<'a> {
@@ -89,36 +163,100 @@ impl<'a> Plan<'a> {
     ///
     /// The first failing check, in the order of the variants of [`Error`]. Nothing was written.
     pub fn new(config: Config, inputs: Inputs<'a>, outputs: Outputs<'a>) -> Result<Self, Error> {
-        let _ = (config, inputs, outputs);
-        todo!()
+        fn supplied<'v>(output: &'v Output<'_>) -> Option<&'v Raw> {
+            match output {
+                Output::Allocate => None,
+                Output::Into(view) => Some(&view.raw),
+            }
+        }
+        let supplied = [supplied(&outputs.k), supplied(&outputs.v)];
+        let validate::Dense { sources, k, v } =
+            validate::dense(&config, &inputs, supplied, RESOLVE)?;
+        let shape = sources.output_shape(&config);
+        let k = Destination::new(Argument::KOut, k, &sources, &shape)?;
+        let v = Destination::new(Argument::VOut, v, &sources, &shape)?;
+        let target = Target::Dense {
+            k: validate::operand(k.raw(), 3),
+            v: validate::operand(v.raw(), 3),
+        };
+        let problem = sources.problem(config, target);
+        Ok(Self {
+            backend: Backend::new(&problem)?,
+            problem,
+            k,
+            v,
+            inputs: PhantomData,
+        })
     }
 
     /// Runs the job: at once on the CPU; on CUDA enqueued to the null stream, without waiting.
+    /// Rows of a token whose position is outside the table are left untouched; [`Plan::check`]
+    /// tells of them.
     ///
     /// # Errors
     ///
     /// A launch that failed. What only the data can tell comes from [`Plan::check`].
     pub fn run(&mut self) -> Result<(), Error> {
-        todo!()
+        match &mut self.backend {
+            Backend::Cpu(runner) => {
+                runner.run(&self.problem);
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(runner) => runner.enqueue(&self.problem, crate::cuda::Stream::null()),
+        }
+    }
+
+    /// Enqueues the job to the caller's stream: allocates nothing, does not wait, and can be
+    /// captured into a graph. On the CPU this is [`Plan::run`]; the stream is not looked at.
+    ///
+    /// # Errors
+    ///
+    /// As [`Plan::run`].
+    #[cfg(feature = "cuda")]
+    pub fn run_on(&mut self, stream: crate::cuda::Stream<'_>) -> Result<(), Error> {
+        match &mut self.backend {
+            Backend::Cpu(_) => self.run(),
+            Backend::Cuda(runner) => runner.enqueue(&self.problem, stream),
+        }
     }
 
     /// Waits for what was enqueued and reports what the rows told since the last check: positions
-    /// outside the table (or slots outside the pool). Clears the record.
+    /// outside the table (or slots outside the pool), by the lowest such token and their number.
+    /// Clears the record.
     ///
     /// # Errors
     ///
     /// [`Error::PositionOutOfRange`], [`Error::SlotOutOfRange`], or a CUDA failure.
     pub fn check(&mut self) -> Result<(), Error> {
-        todo!()
+        match &mut self.backend {
+            Backend::Cpu(runner) => runner.check(&self.problem),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(runner) => runner.check(&self.problem),
+        }
     }
 
     /// K as written, `[L, T, H, D]`.
     pub fn k(&self) -> TensorView<'_> {
-        todo!()
+        TensorView::from_raw(*self.k.raw())
     }
 
     /// V as written, `[L, T, H, D]`.
     pub fn v(&self) -> TensorView<'_> {
-        todo!()
+        TensorView::from_raw(*self.v.raw())
+    }
+
+    /// K and V, each where the plan allocated it (`None` where the caller supplied it).
+    pub fn into_outputs(self) -> (Option<OwnedTensor>, Option<OwnedTensor>) {
+        (self.k.into_owned(), self.v.into_owned())
+    }
+
+    /// Chooses the CPU's instruction set, which must be there.
+    #[cfg(test)]
+    pub(crate) fn force_isa(&mut self, isa: cpu::Isa) {
+        #[allow(irrefutable_let_patterns, reason = "more backends with more features")]
+        if let Backend::Cpu(runner) = &mut self.backend {
+            runner.isa = isa;
+        }
     }
 }

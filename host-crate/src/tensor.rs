@@ -20,7 +20,7 @@ pub(crate) struct Layout {
 
 impl Layout {
     /// Row-major (contiguous) layout of `shape`.
-    fn contiguous(shape: &[usize]) -> Result<Self, ViewError> {
+    pub(crate) fn contiguous(shape: &[usize]) -> Result<Self, ViewError> {
         let mut strides = [0isize; MAX_RANK];
         if shape.len() > MAX_RANK {
             return Err(ViewError::Rank { found: shape.len() });
@@ -59,6 +59,21 @@ impl Layout {
 
     pub(crate) fn strides(&self) -> &[isize] {
         &self.strides[..self.rank]
+    }
+
+    /// Number of elements when they follow each other in row-major order, else `None`.
+    pub(crate) fn contiguous_len(&self) -> Option<usize> {
+        if self.shape().contains(&0) {
+            return Some(0);
+        }
+        let mut len = 1usize;
+        for (&extent, &stride) in self.shape().iter().zip(self.strides()).rev() {
+            if extent > 1 && usize::try_from(stride) != Ok(len) {
+                return None;
+            }
+            len = len.checked_mul(extent)?;
+        }
+        Some(len)
     }
 
     /// Lowest and highest element offset that the view touches, both inclusive; `None` when it
@@ -224,7 +239,8 @@ macro_rules! view {
             /// For `'a`, and as long as work enqueued with this view has not completed, every
             /// element of the view lies in one live allocation (for host memory: of this process)
             /// and no one writes it (nor reads it, if the view is mutable) except through views
-            /// made under the same condition.
+            /// made under the same condition. A view that names [`Device::Cpu`] is of memory that
+            /// the host can access.
             ///
             /// # Errors
             ///
@@ -306,6 +322,41 @@ macro_rules! view {
 
 view!(TensorView, &'a [T], &'a [u8], as_ptr);
 view!(TensorViewMut, &'a mut [T], &'a mut [u8], as_mut_ptr);
+
+impl<'a> TensorView<'a> {
+    /// The elements as a slice, in row-major order; `None` when they do not follow each other in
+    /// host memory, are of another type, or are not aligned for it.
+    pub fn as_slice<T: Element>(&self) -> Option<&'a [T]> {
+        if self.raw.dtype != T::DTYPE {
+            return None;
+        }
+        let bytes = self.as_bytes()?;
+        if bytes.is_empty() {
+            return Some(&[]);
+        }
+        let data = bytes.as_ptr().cast::<T>();
+        // SAFETY: as many aligned elements as the bytes hold, and any bits are a value of the
+        // sealed element types.
+        data.is_aligned()
+            .then(|| unsafe { std::slice::from_raw_parts(data, bytes.len() / size_of::<T>()) })
+    }
+
+    /// The bytes of the elements, in row-major order; `None` when they do not follow each other in
+    /// host memory.
+    pub fn as_bytes(&self) -> Option<&'a [u8]> {
+        if self.raw.device != Device::Cpu {
+            return None;
+        }
+        let len = self.raw.layout.contiguous_len()? * self.raw.dtype.size();
+        if len == 0 {
+            return Some(&[]);
+        }
+        // SAFETY: every constructor makes sure that all elements of a host view are live memory
+        // that nobody writes for 'a (directly, or as the condition of `from_raw_parts`); here they
+        // are consecutive from the first.
+        Some(unsafe { std::slice::from_raw_parts(self.raw.address as *const u8, len) })
+    }
+}
 
 impl<'a> TensorViewMut<'a> {
     /// A second view of the same memory for a shorter time.

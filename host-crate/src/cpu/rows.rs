@@ -1,0 +1,257 @@
+//! The row algorithm over a block of tokens and layers.
+
+use fused_kv_kernels::abi::Status;
+use fused_kv_kernels::arith;
+
+use super::element::{Kind, Level, MAX_CHUNKS, load_any};
+use super::{ANGLES, MAX_TILE, Task};
+use crate::DType;
+use crate::plan::{NormWeight, RopeStyle};
+use crate::problem::{Operand, Problem, Target};
+
+/// Most elements that a head has.
+const MAX_HEAD_DIM: usize = 1024;
+
+/// The address `a * strides[0] + b * strides[1] ...` bytes after the operand's first element.
+#[inline(always)]
+fn at(operand: &Operand, indices: &[usize]) -> usize {
+    let offset: i64 = indices
+        .iter()
+        .zip(operand.strides)
+        .map(|(&index, stride)| index as i64 * stride)
+        .sum();
+    operand.address.wrapping_add_signed(offset as isize)
+}
+
+/// An integer of type i64 or i32 at an address of any alignment.
+///
+/// # Safety
+///
+/// It is readable.
+unsafe fn read_index(dtype: DType, address: usize) -> i64 {
+    // SAFETY: the caller's condition; the reads are unaligned ones.
+    unsafe {
+        if dtype == DType::I64 {
+            (address as *const i64).read_unaligned()
+        } else {
+            i64::from((address as *const i32).read_unaligned())
+        }
+    }
+}
+
+/// # Safety
+///
+/// An f32 is readable at the address, which may have any alignment.
+unsafe fn read_f32(address: usize) -> f32 {
+    // SAFETY: the caller's condition; the read is an unaligned one.
+    unsafe { (address as *const f32).read_unaligned() }
+}
+
+/// Counts a token in one half of a status record and keeps the lowest.
+fn note(count: &mut u64, high: &mut u64, low: &mut u64, token: usize, value: i64) {
+    let (value_high, value_low) = Status::halves(token as u32, value);
+    *count += 1;
+    *high = value_high.min(*high);
+    *low = value_low.min(*low);
+}
+
+/// Where the heads of one token and layer go.
+#[derive(Clone, Copy)]
+struct Destination {
+    address: usize,
+    /// Byte stride of a head.
+    head: i64,
+}
+
+impl Destination {
+    #[inline(always)]
+    fn head(self, head: usize) -> *mut u8 {
+        self.address
+            .wrapping_add_signed((head as i64 * self.head) as isize) as *mut u8
+    }
+}
+
+/// K and V of one token and layer.
+#[inline(always)]
+fn destinations(problem: &Problem, layer: usize, token: usize) -> (Destination, Destination) {
+    let Target::Dense { k, v } = &problem.target;
+    let dense = |operand: &Operand| Destination {
+        address: at(operand, &[layer, token]),
+        head: operand.strides[2],
+    };
+    (dense(k), dense(v))
+}
+
+/// Computes the rows of a block; returns what the rows tell (from blocks with layer 0 only, so
+/// that each token is counted once).
+///
+/// # Safety
+///
+/// The CPU has what `L` is compiled for; `In` and `Out` are the types of the problem's `kv` and
+/// target; the memory that the problem names is live, and nobody else accesses the rows that the
+/// block writes or writes what it reads.
+#[inline(always)]
+pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Status {
+    let problem = task.problem;
+    let config = &problem.config;
+    let (heads, head_dim, rotary_dim) = (config.num_kv_heads, config.head_dim, config.rotary_dim);
+    let mut status = Status::CLEAR;
+
+    // The table rows of the block's tokens, for all its layers; no row for a bad position.
+    let mut angles = [0f32; ANGLES];
+    let mut valid = [false; MAX_TILE];
+    let rows = angles.chunks_exact_mut(rotary_dim).zip(&mut valid);
+    for (token, (angles, valid)) in task.tokens.clone().zip(rows) {
+        // SAFETY: token < T, and positions has T elements.
+        let position =
+            unsafe { read_index(problem.positions.dtype, at(&problem.positions, &[token])) };
+        match usize::try_from(position) {
+            Ok(row) if row < problem.table_rows => {
+                *valid = true;
+                let row = at(&problem.table, &[row]) as *const u8;
+                // SAFETY: the row is one of the table's, which is R wide.
+                unsafe { load_any::<L>(problem.table.dtype, row, angles) };
+            }
+            _ if task.layers.start == 0 => note(
+                &mut status.bad_positions,
+                &mut status.position_high,
+                &mut status.position_low,
+                token,
+                position,
+            ),
+            _ => {}
+        }
+    }
+
+    let mut weight = [0f32; MAX_HEAD_DIM];
+    let weight = &mut weight[..head_dim];
+    let mut row = [0f32; MAX_HEAD_DIM];
+    let row = &mut row[..head_dim];
+    let head_bytes = head_dim * In::DTYPE.size();
+    for layer in task.layers.clone() {
+        // SAFETY: layer < L; a weight row has D elements, eps and value_scale have L.
+        let (eps, scale) = unsafe {
+            load_any::<L>(
+                problem.weight.dtype,
+                at(&problem.weight, &[layer]) as *const u8,
+                weight,
+            );
+            let scalar = |operand: &Operand| read_f32(operand.address + layer * size_of::<f32>());
+            (
+                scalar(&problem.eps),
+                problem.value_scale.as_ref().map(scalar),
+            )
+        };
+        let offset = config.norm_weight == NormWeight::Offset;
+        for weight in weight.iter_mut() {
+            *weight = arith::effective_weight(*weight, offset);
+        }
+
+        let rows = angles.chunks_exact(rotary_dim).zip(valid);
+        for (token, (angles, valid)) in task.tokens.clone().zip(rows) {
+            if !valid {
+                continue;
+            }
+            let (cos, sin) = angles.split_at(rotary_dim / 2);
+            let keys = at(&problem.kv, &[token, layer]) as *const u8;
+            let (k, v) = destinations(problem, layer, token);
+            for head in 0..heads {
+                // SAFETY: a row of kv holds 2 * H * D elements, the destination H heads of D.
+                unsafe {
+                    In::load::<L>(keys.wrapping_add(head * head_bytes), row);
+                    key::<L>(row, weight, eps, cos, sin, config.rope_style);
+                    Out::store::<L>(row, k.head(head));
+                }
+            }
+            let values = keys.wrapping_add(heads * head_bytes);
+            // SAFETY: as above; V is the second half of the row.
+            unsafe { value::<L, In, Out>(values, v, heads, scale, row) };
+        }
+    }
+    status
+}
+
+/// RMSNorm and RoPE of one row, in place.
+///
+/// # Safety
+///
+/// The CPU has what `L` is compiled for.
+#[inline(always)]
+unsafe fn key<L: Level>(
+    row: &mut [f32],
+    weight: &[f32],
+    eps: f32,
+    cos: &[f32],
+    sin: &[f32],
+    style: RopeStyle,
+) {
+    let head_dim = row.len() as u32;
+    let mut sums = [0f32; MAX_CHUNKS];
+    // SAFETY: passed on.
+    unsafe { L::chunk_sums(row, &mut sums) };
+    let sum = arith::tree_sum(&mut sums[..arith::leaves(head_dim) as usize]);
+    let inv = arith::inverse_rms(sum, head_dim, eps, f32::sqrt);
+    for (x, &w) in row.iter_mut().zip(weight) {
+        *x = arith::normalize(*x, inv, w);
+    }
+    let rotated = &mut row[..2 * cos.len()];
+    let angles = cos.iter().zip(sin);
+    match style {
+        RopeStyle::Neox => {
+            let (first, second) = rotated.split_at_mut(cos.len());
+            for ((first, second), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
+                (*first, *second) = arith::rotate(*first, *second, cos, sin);
+            }
+        }
+        RopeStyle::Interleaved => {
+            let (pairs, _) = rotated.as_chunks_mut::<2>();
+            for ([first, second], (&cos, &sin)) in pairs.iter_mut().zip(angles) {
+                (*first, *second) = arith::rotate(*first, *second, cos, sin);
+            }
+        }
+    }
+}
+
+/// Copies or scales V of one token and layer.
+///
+/// # Safety
+///
+/// `heads` rows of `row.len()` elements are readable at `values` and writable at `v`; the CPU has
+/// what `L` is compiled for.
+#[inline(always)]
+unsafe fn value<L: Level, In: Kind, Out: Kind>(
+    values: *const u8,
+    v: Destination,
+    heads: usize,
+    scale: Option<f32>,
+    row: &mut [f32],
+) {
+    let head_bytes = row.len() * In::DTYPE.size();
+    // SAFETY (of all blocks): the caller's condition; outputs never overlap inputs.
+    match scale {
+        None if In::DTYPE == Out::DTYPE && v.head == head_bytes as i64 => {
+            // SAFETY: the heads follow each other on both sides.
+            unsafe { std::ptr::copy_nonoverlapping(values, v.head(0), heads * head_bytes) };
+        }
+        None if In::DTYPE == Out::DTYPE => {
+            for head in 0..heads {
+                let from = values.wrapping_add(head * head_bytes);
+                // SAFETY: one head on both sides.
+                unsafe { std::ptr::copy_nonoverlapping(from, v.head(head), head_bytes) };
+            }
+        }
+        _ => {
+            for head in 0..heads {
+                // SAFETY: one head on both sides.
+                unsafe { In::load::<L>(values.wrapping_add(head * head_bytes), row) };
+                if let Some(scale) = scale {
+                    for x in row.iter_mut() {
+                        *x *= scale;
+                    }
+                }
+                // SAFETY: one head on both sides.
+                unsafe { Out::store::<L>(row, v.head(head)) };
+            }
+        }
+    }
+}
