@@ -26,10 +26,11 @@ enum Memory {
 }
 
 impl OwnedTensor {
-    /// A contiguous tensor, zeroed on the host.
+    /// A contiguous, zeroed tensor; on CUDA in the context of the memory at `near`.
     pub(crate) fn allocate(
         argument: Argument,
         device: Device,
+        #[cfg_attr(not(feature = "cuda"), expect(unused_variables))] near: usize,
         dtype: DType,
         shape: &[usize],
     ) -> Result<Self, Error> {
@@ -56,9 +57,8 @@ impl OwnedTensor {
                 Memory::Host(words.ok_or(Error::OutOfMemory { argument, bytes })?)
             }
             #[cfg(feature = "cuda")]
-            Device::Cuda(ordinal) => {
-                let context = crate::cuda::Context::new(ordinal)?;
-                Memory::Cuda(crate::cuda::DeviceMemory::zeroed(&context, bytes.max(1))?)
+            Device::Cuda(_) => {
+                Memory::Cuda(crate::cuda::DeviceMemory::zeroed_near(device, near, bytes)?)
             }
             #[cfg(not(feature = "cuda"))]
             Device::Cuda(_) => return Err(Error::cuda_not_compiled()),

@@ -4,10 +4,12 @@ use std::marker::PhantomData;
 
 use crate::cpu;
 use crate::error::{Argument, Error};
+use crate::launches::{Dispatch, launches};
 use crate::owned::OwnedTensor;
 use crate::problem::{Problem, Target};
 use crate::tensor::{Raw, TensorView, TensorViewMut};
 use crate::{Device, validate};
+use fused_kv_kernels::emulator;
 
 /// Which elements of a head RoPE rotates together. There is no default: the wrong style gives
 /// plausible numbers.
@@ -136,8 +138,11 @@ impl Destination<'_> {
     ) -> Result<Self, Error> {
         match supplied {
             Some(raw) => Ok(Self::Caller(TensorViewMut::from_raw(raw))),
-            None => OwnedTensor::allocate(argument, sources.device(), sources.dtype(), shape)
-                .map(Self::Owned),
+            None => {
+                let (device, near) = (sources.device(), sources.kv_address());
+                OwnedTensor::allocate(argument, device, near, sources.dtype(), shape)
+                    .map(Self::Owned)
+            }
         }
     }
 
@@ -203,7 +208,7 @@ impl<'a> Plan<'a> {
                 Ok(())
             }
             #[cfg(feature = "cuda")]
-            Backend::Cuda(runner) => runner.enqueue(&self.problem, crate::cuda::Stream::null()),
+            Backend::Cuda(runner) => runner.enqueue(crate::cuda::Stream::null()),
         }
     }
 
@@ -217,7 +222,7 @@ impl<'a> Plan<'a> {
     pub fn run_on(&mut self, stream: crate::cuda::Stream<'_>) -> Result<(), Error> {
         match &mut self.backend {
             Backend::Cpu(_) => self.run(),
-            Backend::Cuda(runner) => runner.enqueue(&self.problem, stream),
+            Backend::Cuda(runner) => runner.enqueue(stream),
         }
     }
 
@@ -249,6 +254,44 @@ impl<'a> Plan<'a> {
     /// K and V, each where the plan allocated it (`None` where the caller supplied it).
     pub fn into_outputs(self) -> (Option<OwnedTensor>, Option<OwnedTensor>) {
         (self.k.into_owned(), self.v.into_owned())
+    }
+
+    /// Chooses how the job is dispatched on a GPU, for tests and measurements; without effect on
+    /// the CPU.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Path`] when the path cannot serve this job.
+    pub fn dispatch(&mut self, dispatch: Dispatch) -> Result<(), Error> {
+        match &mut self.backend {
+            Backend::Cpu(_) => launches(&self.problem, dispatch, 0).map(drop),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(runner) => runner.dispatch(&self.problem, dispatch),
+        }
+    }
+
+    /// Runs the GPU's kernels on an emulated device, in host memory: far too slow for work, but
+    /// everything between a plan and the bytes that a GPU writes can be tested without a GPU.
+    /// [`Plan::check`] afterwards tells of bad positions as usual.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Path`] when the path asked for cannot serve this job, or the plan is not on the CPU.
+    pub fn run_emulated(&mut self, dispatch: Dispatch) -> Result<(), Error> {
+        #[allow(irrefutable_let_patterns, reason = "more backends with more features")]
+        let Backend::Cpu(runner) = &mut self.backend else {
+            return Err(Error::Path {
+                path: "emulated",
+                reason: "its tensors are not in host memory",
+            });
+        };
+        let status = runner.status_address();
+        for call in launches(&self.problem, dispatch, status)? {
+            // SAFETY: validation covers what the parameters name; the record lives in the runner.
+            let known = unsafe { emulator::run(call.entry, call.grid, call.threads, &call.params) };
+            debug_assert!(known.is_ok(), "{}", call.entry);
+        }
+        Ok(())
     }
 
     /// Chooses the CPU's instruction set, which must be there.

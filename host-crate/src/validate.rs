@@ -140,6 +140,11 @@ impl Sources {
         self.kv.device
     }
 
+    /// Address of `kv`.
+    pub(crate) fn kv_address(&self) -> usize {
+        self.kv.address
+    }
+
     /// Dtype of `kv`.
     pub(crate) fn dtype(&self) -> DType {
         self.kv.dtype

@@ -1,6 +1,7 @@
 //! Conversions between f32 and the storage types, in software and bit for bit what NVIDIA hardware
 //! does: one rounding to nearest even, a NaN stored as the canonical NaN of its type.
 
+#[cfg(not(target_arch = "nvptx64"))]
 use half::f16;
 
 /// Canonical NaN of `bfloat16` and of `float16`.
@@ -25,6 +26,7 @@ pub fn bf16_to_f32(bits: u16) -> f32 {
 }
 
 /// f32 to the bits of a `float16`.
+#[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub fn f16_from_f32(value: f32) -> u16 {
     if value.is_nan() {
@@ -35,6 +37,7 @@ pub fn f16_from_f32(value: f32) -> u16 {
 }
 
 /// The bits of a `float16` to f32; exact.
+#[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {
     f16::from_bits(bits).to_f32()
@@ -101,6 +104,7 @@ pub fn e4m3_to_f32(code: u8) -> f32 {
 }
 
 /// `float8_e5m2` to f32; exact.
+#[cfg(not(target_arch = "nvptx64"))]
 #[inline(always)]
 pub fn e5m2_to_f32(code: u8) -> f32 {
     // The format is the upper half of a float16.

@@ -6,6 +6,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::Barrier;
 
 use crate::abi::Params;
+use crate::convert;
 use crate::gpu::Device;
 use crate::kernels;
 
@@ -157,6 +158,12 @@ impl Device for Lane<'_> {
     }
     fn sqrt(self, value: f32) -> f32 {
         value.sqrt()
+    }
+    fn f16x2(self, low: f32, high: f32) -> u32 {
+        u32::from(convert::f16_from_f32(low)) | u32::from(convert::f16_from_f32(high)) << 16
+    }
+    fn f16_to_f32(self, bits: u16) -> f32 {
+        convert::f16_to_f32(bits)
     }
 }
 

@@ -100,6 +100,11 @@ impl Runner {
         self.status = merge(self.status, status);
     }
 
+    /// Address of the status record, for kernels that write it themselves.
+    pub(crate) fn status_address(&mut self) -> u64 {
+        &raw mut self.status as u64
+    }
+
     /// Reports and clears what the rows told.
     pub(crate) fn check(&mut self, problem: &Problem) -> Result<(), Error> {
         problem.report(&std::mem::replace(&mut self.status, Status::CLEAR))

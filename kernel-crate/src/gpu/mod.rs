@@ -114,17 +114,11 @@ pub trait Device: Copy {
         convert::bf16_from_f32(low) as u32 | (convert::bf16_from_f32(high) as u32) << 16
     }
 
-    /// Two f32 as `float16`; see [`convert::f16_from_f32`].
-    #[inline(always)]
-    fn f16x2(self, low: f32, high: f32) -> u32 {
-        convert::f16_from_f32(low) as u32 | (convert::f16_from_f32(high) as u32) << 16
-    }
+    /// Two f32 as `float16`, rounded once, a NaN as [`convert::NAN_16`].
+    fn f16x2(self, low: f32, high: f32) -> u32;
 
     /// A `float16` as f32.
-    #[inline(always)]
-    fn f16_to_f32(self, bits: u16) -> f32 {
-        convert::f16_to_f32(bits)
-    }
+    fn f16_to_f32(self, bits: u16) -> f32;
 
     /// Two f32 as `float8_e4m3fn`; see [`convert::e4m3_from_f32`].
     #[inline(always)]

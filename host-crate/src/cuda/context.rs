@@ -1,0 +1,291 @@
+//! Contexts: what is loaded and allocated once for each, and kept for as long as the process.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use cust::device::{Device as CustDevice, DeviceAttribute};
+use fused_kv_kernels::abi::Status;
+
+use super::driver::{self, Bound, Pointer, RawContext, RawFunction};
+use super::{CudaError, ptx};
+use crate::Error;
+
+/// A device's primary context, for callers that have none of another library.
+///
+/// Creating it makes it current on the calling thread.
+#[derive(Clone, Debug)]
+pub struct Context {
+    pub(super) state: Arc<State>,
+}
+
+impl Context {
+    /// Retains the primary context of device `ordinal`.
+    ///
+    /// # Errors
+    ///
+    /// [`CudaError::NoDevice`], or a failure of the driver.
+    pub fn new(ordinal: u32) -> Result<Self, Error> {
+        driver::init()?;
+        let state = State::primary(ordinal)?;
+        // SAFETY: the state keeps the context alive.
+        unsafe { driver::set_current(state.raw) }?;
+        Ok(Self { state })
+    }
+
+    /// Ordinal of the device.
+    pub fn ordinal(&self) -> u32 {
+        self.state.ordinal
+    }
+
+    /// Waits for all work of this context.
+    ///
+    /// # Errors
+    ///
+    /// What the driver reports, failures of earlier kernels included.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        let _bound = self.state.bind()?;
+        Ok(driver::synchronize()?)
+    }
+}
+
+/// One context, with its loaded kernels and its status records.
+#[derive(Debug)]
+pub(crate) struct State {
+    raw: RawContext,
+    pub(super) ordinal: u32,
+    /// 10 * major + minor.
+    capability: u32,
+    /// Kernels by name and PTX source.
+    functions: Mutex<HashMap<(ptx::Source, &'static str), Function>>,
+    records: Mutex<Records>,
+    /// Keeps a primary context retained; `None` for a context that its owner keeps.
+    _primary: Option<cust::context::Context>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Function(pub(super) RawFunction);
+
+// SAFETY: handles of the driver may be used from any thread; the state keeps its context alive or
+// belongs to a context whose owner does.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Send for State {}
+// SAFETY: as above; everything that changes is behind a lock.
+unsafe impl Sync for State {}
+
+/// A lock whose holder panicked still holds consistent data: every change is a single insertion.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn registry() -> &'static Mutex<HashMap<usize, Arc<State>>> {
+    static REGISTRY: OnceLock<Mutex<HashMap<usize, Arc<State>>>> = OnceLock::new();
+    REGISTRY.get_or_init(Default::default)
+}
+
+impl State {
+    /// The state of the context that memory at `address` belongs to; where it belongs to none
+    /// (stream-ordered pools), of the current context if it is of that device, else of the
+    /// device's primary context.
+    pub(crate) fn of_pointer(address: u64, ordinal: u32) -> Result<Arc<Self>, CudaError> {
+        if let Pointer::Device(_, owner) = driver::pointer(address)?
+            && !owner.is_null()
+        {
+            // SAFETY: a context that owns live memory is alive.
+            return unsafe { Self::of(owner) };
+        }
+        let current = driver::current_context()?;
+        if !current.is_null() && driver::current_device()? == ordinal {
+            // SAFETY: the current context is alive.
+            return unsafe { Self::of(current) };
+        }
+        Self::primary(ordinal)
+    }
+
+    /// # Safety
+    ///
+    /// `raw` is a live context.
+    unsafe fn of(raw: RawContext) -> Result<Arc<Self>, CudaError> {
+        if let Some(state) = lock(registry()).get(&(raw as usize)) {
+            return Ok(state.clone());
+        }
+        // SAFETY: the caller's promise.
+        let ordinal = {
+            let _bound = unsafe { Bound::new(raw) }?;
+            driver::current_device()?
+        };
+        Self::register(raw, ordinal, None)
+    }
+
+    fn primary(ordinal: u32) -> Result<Arc<Self>, CudaError> {
+        let count = driver::device_count()?;
+        if ordinal >= count {
+            return Err(CudaError::NoDevice { ordinal, count });
+        }
+        let device = CustDevice::get_device(ordinal)
+            .map_err(|error| CudaError::cust("cuDeviceGet", error))?;
+        // cust makes the context current; the caller's choice is put back.
+        let before = driver::current_context()?;
+        let primary = cust::context::Context::new(device)
+            .map_err(|error| CudaError::cust("cuDevicePrimaryCtxRetain", error))?;
+        // SAFETY: it was current just before.
+        unsafe { driver::set_current(before) }?;
+        let raw = primary.as_raw().cast();
+        if let Some(state) = lock(registry()).get(&(raw as usize)) {
+            return Ok(state.clone());
+        }
+        Self::register(raw, ordinal, Some(primary))
+    }
+
+    fn register(
+        raw: RawContext,
+        ordinal: u32,
+        primary: Option<cust::context::Context>,
+    ) -> Result<Arc<Self>, CudaError> {
+        let device = CustDevice::get_device(ordinal)
+            .map_err(|error| CudaError::cust("cuDeviceGet", error))?;
+        let attribute = |attribute| {
+            device
+                .get_attribute(attribute)
+                .map_err(|error| CudaError::cust("cuDeviceGetAttribute", error))
+        };
+        let capability = 10 * attribute(DeviceAttribute::ComputeCapabilityMajor)?
+            + attribute(DeviceAttribute::ComputeCapabilityMinor)?;
+        let state = Arc::new(Self {
+            raw,
+            ordinal,
+            capability: capability as u32,
+            functions: Mutex::default(),
+            records: Mutex::default(),
+            _primary: primary,
+        });
+        Ok(lock(registry())
+            .entry(raw as usize)
+            .or_insert(state)
+            .clone())
+    }
+
+    /// Makes this context current until the result is dropped.
+    pub(super) fn bind(&self) -> Result<Bound, CudaError> {
+        // SAFETY: this state keeps its context alive, or its owner does.
+        unsafe { Bound::new(self.raw) }
+    }
+
+    /// Whether `function` came from this context's device: what a launch needs to know.
+    pub(super) fn function(
+        &self,
+        source: &ptx::Source,
+        entry: &'static str,
+    ) -> Result<Function, CudaError> {
+        let key = (source.clone(), entry);
+        let mut functions = lock(&self.functions);
+        if let Some(function) = functions.get(&key) {
+            return Ok(*function);
+        }
+        let text = source.entry(self.capability, self.ordinal, entry)?;
+        let _bound = self.bind()?;
+        let module = driver::load_module(&text)?;
+        let name = std::ffi::CString::new(entry).unwrap_or_default();
+        // SAFETY: the module was just loaded into the bound context and is never unloaded.
+        let function = Function(unsafe { driver::function(module, &name) }?);
+        functions.insert(key, function);
+        Ok(function)
+    }
+
+    /// A cleared status record in device memory.
+    pub(super) fn record(self: &Arc<Self>) -> Result<Record, CudaError> {
+        let _bound = self.bind()?;
+        let address = {
+            let mut records = lock(&self.records);
+            if records.free.is_empty() {
+                let slab = driver::allocate(SLAB_RECORDS * size_of::<Status>())?;
+                let all = (0..SLAB_RECORDS).map(|i| slab + (i * size_of::<Status>()) as u64);
+                records.free.extend(all);
+            }
+            records.free.pop_front()
+        };
+        // A slab was just added where there was none left.
+        let Some(address) = address else {
+            return Err(CudaError::driver("cuMemAlloc", driver::INVALID_VALUE));
+        };
+        let record = Record {
+            state: self.clone(),
+            address,
+        };
+        record.clear()?;
+        Ok(record)
+    }
+}
+
+const SLAB_RECORDS: usize = 1024;
+
+/// Addresses of unused records, the longest unused first. Slabs are never freed: a graph that
+/// outlives its plan still has somewhere to write.
+#[derive(Debug, Default)]
+struct Records {
+    free: std::collections::VecDeque<u64>,
+}
+
+/// A status record in device memory; given back when dropped.
+#[derive(Debug)]
+pub(super) struct Record {
+    state: Arc<State>,
+    pub(super) address: u64,
+}
+
+/// The record as bytes.
+const CLEAR: [u64; 6] = {
+    let c = Status::CLEAR;
+    [
+        c.bad_positions,
+        c.position_high,
+        c.position_low,
+        c.bad_slots,
+        c.slot_high,
+        c.slot_low,
+    ]
+};
+
+impl Record {
+    /// Forgets what was reported.
+    pub(super) fn clear(&self) -> Result<(), CudaError> {
+        let bytes: Vec<u8> = CLEAR.iter().flat_map(|field| field.to_le_bytes()).collect();
+        let _bound = self.state.bind()?;
+        // SAFETY: the record is live.
+        unsafe { driver::copy_to_device(self.address, &bytes) }
+    }
+
+    /// Reads what was reported; all work that may report must have completed.
+    pub(super) fn read(&self) -> Result<Status, CudaError> {
+        let mut bytes = [0u8; size_of::<Status>()];
+        let _bound = self.state.bind()?;
+        // SAFETY: the record is live and of this size.
+        unsafe { driver::copy_to_host(&mut bytes, self.address) }?;
+        let mut fields = [0u64; 6];
+        for (field, bytes) in fields.iter_mut().zip(bytes.as_chunks::<8>().0) {
+            *field = u64::from_le_bytes(*bytes);
+        }
+        let [
+            bad_positions,
+            position_high,
+            position_low,
+            bad_slots,
+            slot_high,
+            slot_low,
+        ] = fields;
+        Ok(Status {
+            bad_positions,
+            position_high,
+            position_low,
+            bad_slots,
+            slot_high,
+            slot_low,
+        })
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        lock(&self.state.records).free.push_back(self.address);
+    }
+}

@@ -1,0 +1,357 @@
+//! The driver calls that `cust` lacks or wraps unsafely, with plain integer results.
+//!
+//! `cust` folds result codes into a Rust enum from CUDA 11.4: a newer driver's code would be an
+//! invalid value. Here a result stays an integer, and an error keeps it.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+use super::CudaError;
+
+pub(super) type RawContext = *mut c_void;
+pub(super) type RawModule = *mut c_void;
+pub(super) type RawFunction = *mut c_void;
+pub(super) type RawStream = *mut c_void;
+
+const SUCCESS: c_int = 0;
+pub(super) const INVALID_VALUE: c_int = 1;
+pub(super) const NOT_INITIALIZED: c_int = 3;
+pub(super) const STUB_LIBRARY: c_int = 34;
+
+// Linked by cust_raw (`libcuda`).
+unsafe extern "C" {
+    fn cuGetErrorName(error: c_int, name: *mut *const c_char) -> c_int;
+    fn cuGetErrorString(error: c_int, text: *mut *const c_char) -> c_int;
+    fn cuDriverGetVersion(version: *mut c_int) -> c_int;
+    fn cuInit(flags: c_uint) -> c_int;
+    fn cuDeviceGetCount(count: *mut c_int) -> c_int;
+    fn cuCtxSetCurrent(context: RawContext) -> c_int;
+    fn cuCtxGetCurrent(context: *mut RawContext) -> c_int;
+    fn cuCtxPushCurrent_v2(context: RawContext) -> c_int;
+    fn cuCtxPopCurrent_v2(context: *mut RawContext) -> c_int;
+    fn cuCtxGetDevice(device: *mut c_int) -> c_int;
+    fn cuCtxSynchronize() -> c_int;
+    fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, pointer: u64) -> c_int;
+    fn cuModuleLoadDataEx(
+        module: *mut RawModule,
+        image: *const c_void,
+        options: c_uint,
+        keys: *mut c_int,
+        values: *mut *mut c_void,
+    ) -> c_int;
+    fn cuModuleGetFunction(
+        function: *mut RawFunction,
+        module: RawModule,
+        name: *const c_char,
+    ) -> c_int;
+    fn cuLaunchKernel(
+        function: RawFunction,
+        grid_x: c_uint,
+        grid_y: c_uint,
+        grid_z: c_uint,
+        block_x: c_uint,
+        block_y: c_uint,
+        block_z: c_uint,
+        shared: c_uint,
+        stream: RawStream,
+        parameters: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> c_int;
+    fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) -> c_int;
+    fn cuMemFree_v2(pointer: u64) -> c_int;
+    fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> c_int;
+    fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) -> c_int;
+    fn cuMemsetD8_v2(to: u64, value: u8, bytes: usize) -> c_int;
+}
+
+/// The driver's name and text of a result code.
+pub(super) fn describe(code: c_int) -> (String, String) {
+    let text = |call: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int| {
+        let mut pointer = std::ptr::null();
+        // SAFETY: the call writes the address of a static string, or fails and writes null.
+        let known = unsafe { call(code, &mut pointer) } == SUCCESS && !pointer.is_null();
+        // SAFETY: a pointer from a successful call is a static C string.
+        known.then(|| {
+            unsafe { CStr::from_ptr(pointer) }
+                .to_string_lossy()
+                .into_owned()
+        })
+    };
+    (
+        text(cuGetErrorName).unwrap_or_else(|| format!("CUDA error {code}")),
+        text(cuGetErrorString).unwrap_or_else(|| "unknown to this driver".into()),
+    )
+}
+
+fn result(call: &'static str, code: c_int) -> Result<(), CudaError> {
+    match code {
+        SUCCESS => Ok(()),
+        code => Err(CudaError::driver(call, code)),
+    }
+}
+
+/// The newest CUDA version that the driver supports, as 1000 * major + 10 * minor.
+pub(super) fn driver_version() -> Result<i32, CudaError> {
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    result("cuDriverGetVersion", unsafe {
+        cuDriverGetVersion(&mut version)
+    })?;
+    Ok(version)
+}
+
+/// Initializes CUDA in this process.
+pub(super) fn init() -> Result<(), CudaError> {
+    // SAFETY: may be called any number of times.
+    result("cuInit", unsafe { cuInit(0) })
+}
+
+/// Number of CUDA devices.
+pub(super) fn device_count() -> Result<u32, CudaError> {
+    let mut count = 0;
+    // SAFETY: writes one integer.
+    result("cuDeviceGetCount", unsafe { cuDeviceGetCount(&mut count) })?;
+    Ok(count as u32)
+}
+
+/// Makes a context, or none, current.
+///
+/// # Safety
+///
+/// `context` is a live context or null.
+pub(super) unsafe fn set_current(context: RawContext) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise.
+    result("cuCtxSetCurrent", unsafe { cuCtxSetCurrent(context) })
+}
+
+/// The calling thread's context; null when it has none.
+pub(super) fn current_context() -> Result<RawContext, CudaError> {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: writes one pointer.
+    result("cuCtxGetCurrent", unsafe { cuCtxGetCurrent(&mut context) })?;
+    Ok(context)
+}
+
+/// The ordinal of the calling thread's context.
+pub(super) fn current_device() -> Result<u32, CudaError> {
+    let mut device = 0;
+    // SAFETY: writes one integer.
+    result("cuCtxGetDevice", unsafe { cuCtxGetDevice(&mut device) })?;
+    Ok(device as u32)
+}
+
+/// A context made current for the lifetime of this value, where it was not.
+pub(super) struct Bound {
+    pushed: bool,
+}
+
+impl Bound {
+    /// # Safety
+    ///
+    /// `context` is a live context.
+    pub(super) unsafe fn new(context: RawContext) -> Result<Self, CudaError> {
+        let pushed = current_context()? != context;
+        if pushed {
+            // SAFETY: the caller's promise.
+            result("cuCtxPushCurrent", unsafe { cuCtxPushCurrent_v2(context) })?;
+        }
+        Ok(Self { pushed })
+    }
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut context = std::ptr::null_mut();
+            // SAFETY: pops what `new` pushed; a failure leaves nothing to be done.
+            unsafe { cuCtxPopCurrent_v2(&mut context) };
+        }
+    }
+}
+
+/// Waits for all work of the current context.
+pub(super) fn synchronize() -> Result<(), CudaError> {
+    // SAFETY: no arguments.
+    result("cuCtxSynchronize", unsafe { cuCtxSynchronize() })
+}
+
+/// What the driver knows of an address.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Pointer {
+    /// No memory of the driver's: plain host memory.
+    Unknown,
+    /// Pinned host memory.
+    Host,
+    /// Device memory: ordinal and, where the allocation belongs to one, context.
+    Device(u32, RawContext),
+}
+
+/// Asks the driver about an address.
+pub(super) fn pointer(address: u64) -> Result<Pointer, CudaError> {
+    const CONTEXT: c_int = 1;
+    const MEMORY_TYPE: c_int = 2;
+    const DEVICE_ORDINAL: c_int = 9;
+    const TYPE_HOST: c_uint = 1;
+
+    let mut memory_type: c_uint = 0;
+    // SAFETY: this attribute is one unsigned integer; any address may be asked about.
+    match unsafe { cuPointerGetAttribute((&raw mut memory_type).cast(), MEMORY_TYPE, address) } {
+        INVALID_VALUE => return Ok(Pointer::Unknown),
+        code => result("cuPointerGetAttribute", code)?,
+    }
+    if memory_type == TYPE_HOST {
+        return Ok(Pointer::Host);
+    }
+    let mut ordinal: c_int = 0;
+    // SAFETY: this attribute is one integer.
+    let code = unsafe { cuPointerGetAttribute((&raw mut ordinal).cast(), DEVICE_ORDINAL, address) };
+    result("cuPointerGetAttribute", code)?;
+    let mut context: RawContext = std::ptr::null_mut();
+    // SAFETY: this attribute is one pointer. Memory of a stream-ordered pool belongs to no
+    // context: the call then fails or leaves null.
+    unsafe { cuPointerGetAttribute((&raw mut context).cast(), CONTEXT, address) };
+    Ok(Pointer::Device(ordinal as u32, context))
+}
+
+/// Compiles PTX in the current context; an error carries the compiler's log.
+pub(super) fn load_module(ptx: &CStr) -> Result<RawModule, CudaError> {
+    const INFO_LOG: c_int = 3;
+    const INFO_LOG_BYTES: c_int = 4;
+    const ERROR_LOG: c_int = 5;
+    const ERROR_LOG_BYTES: c_int = 6;
+    const BYTES: usize = 16 * 1024;
+
+    let mut info = vec![0u8; BYTES];
+    let mut error = vec![0u8; BYTES];
+    let mut keys = [INFO_LOG, INFO_LOG_BYTES, ERROR_LOG, ERROR_LOG_BYTES];
+    let mut values: [*mut c_void; 4] = [
+        info.as_mut_ptr().cast(),
+        BYTES as *mut c_void,
+        error.as_mut_ptr().cast(),
+        BYTES as *mut c_void,
+    ];
+    let mut module = std::ptr::null_mut();
+    // SAFETY: the image is a C string, the four options come with values of their kinds, and both
+    // buffers have the sizes given.
+    let code = unsafe {
+        cuModuleLoadDataEx(
+            &mut module,
+            ptx.as_ptr().cast(),
+            keys.len() as c_uint,
+            keys.as_mut_ptr(),
+            values.as_mut_ptr(),
+        )
+    };
+    if code == SUCCESS {
+        return Ok(module);
+    }
+    let text = |log: &[u8]| {
+        let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
+        String::from_utf8_lossy(&log[..end]).trim().to_owned()
+    };
+    let (name, _) = describe(code);
+    Err(CudaError::Load {
+        code,
+        name,
+        error_log: text(&error),
+        info_log: text(&info),
+    })
+}
+
+/// A kernel of a module.
+///
+/// # Safety
+///
+/// `module` is a live module of the current context.
+pub(super) unsafe fn function(module: RawModule, name: &CStr) -> Result<RawFunction, CudaError> {
+    let mut function = std::ptr::null_mut();
+    // SAFETY: the caller's promise; writes one pointer.
+    let code = unsafe { cuModuleGetFunction(&mut function, module, name.as_ptr()) };
+    result("cuModuleGetFunction", code)?;
+    Ok(function)
+}
+
+/// Launches a kernel that takes one argument.
+///
+/// # Safety
+///
+/// `function` belongs to the current context, takes one `T` by value, and may run on it with this
+/// grid; `stream` is live and of the same context.
+#[inline]
+pub(super) unsafe fn launch<T>(
+    function: RawFunction,
+    grid: (u32, u32),
+    threads: u32,
+    stream: RawStream,
+    argument: &T,
+) -> Result<(), CudaError> {
+    let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
+    // SAFETY: the caller's promise; the driver copies the argument before it returns.
+    let code = unsafe {
+        cuLaunchKernel(
+            function,
+            grid.0,
+            grid.1,
+            1,
+            threads,
+            1,
+            1,
+            0,
+            stream,
+            arguments.as_mut_ptr(),
+            std::ptr::null_mut(),
+        )
+    };
+    result("cuLaunchKernel", code)
+}
+
+/// Allocates device memory in the current context.
+pub(super) fn allocate(bytes: usize) -> Result<u64, CudaError> {
+    let mut address = 0;
+    // SAFETY: writes one address.
+    result("cuMemAlloc", unsafe { cuMemAlloc_v2(&mut address, bytes) })?;
+    Ok(address)
+}
+
+/// Frees device memory.
+///
+/// # Safety
+///
+/// `address` came from [`allocate`] in the current context and is not used again.
+pub(super) unsafe fn free(address: u64) {
+    // SAFETY: the caller's promise. A failure (the context is gone) leaves nothing to free.
+    unsafe { cuMemFree_v2(address) };
+}
+
+/// Copies to the device and waits.
+///
+/// # Safety
+///
+/// `to` has `from.len()` bytes of device memory.
+pub(super) unsafe fn copy_to_device(to: u64, from: &[u8]) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise.
+    result("cuMemcpyHtoD", unsafe {
+        cuMemcpyHtoD_v2(to, from.as_ptr().cast(), from.len())
+    })
+}
+
+/// Copies from the device and waits.
+///
+/// # Safety
+///
+/// `from` has `to.len()` bytes of device memory.
+pub(super) unsafe fn copy_to_host(to: &mut [u8], from: u64) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise.
+    result("cuMemcpyDtoH", unsafe {
+        cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), from, to.len())
+    })
+}
+
+/// Sets bytes on the device.
+///
+/// # Safety
+///
+/// `to` has `bytes` bytes of device memory.
+pub(super) unsafe fn fill(to: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise.
+    result("cuMemsetD8", unsafe { cuMemsetD8_v2(to, value, bytes) })
+}

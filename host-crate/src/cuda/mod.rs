@@ -1,0 +1,123 @@
+//! The CUDA backend: embedded PTX, loaded through the driver, launched on the caller's stream.
+//!
+//! Contexts, streams and buffers interoperate with `cust`; tensors of any other allocator come in
+//! as raw device pointers ([`TensorView::from_raw_parts`](crate::TensorView::from_raw_parts)).
+
+mod context;
+mod driver;
+mod error;
+mod memory;
+mod ptx;
+mod runner;
+mod stream;
+mod views;
+
+use cust::device::{Device as CustDevice, DeviceAttribute};
+
+pub use context::Context;
+pub use error::CudaError;
+pub use memory::DeviceMemory;
+pub use ptx::{PTX_FOLDER_VARIABLE, set_ptx_folder};
+pub(crate) use runner::{Runner, state_near};
+pub use stream::Stream;
+
+use crate::tensor::Raw;
+use crate::{Device, Error};
+use driver::Pointer;
+
+/// A CUDA device, for information.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its ordinal.
+    pub ordinal: u32,
+    /// Its name.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub compute_capability: (u32, u32),
+    /// Bytes of device memory.
+    pub memory: u64,
+    /// The PTX tier that this device gets, 10 * major + minor; `None` where it is too old.
+    pub tier: Option<u32>,
+}
+
+/// The CUDA devices.
+///
+/// # Errors
+///
+/// A failure of the driver; no device at all is one, too.
+pub fn devices() -> Result<Vec<DeviceInfo>, CudaError> {
+    driver::init()?;
+    let tiers = ptx_tiers()?;
+    (0..driver::device_count()?)
+        .map(|ordinal| {
+            let device = CustDevice::get_device(ordinal)
+                .map_err(|error| CudaError::cust("cuDeviceGet", error))?;
+            let attribute = |attribute| {
+                device
+                    .get_attribute(attribute)
+                    .map(|value| value as u32)
+                    .map_err(|error| CudaError::cust("cuDeviceGetAttribute", error))
+            };
+            let major = attribute(DeviceAttribute::ComputeCapabilityMajor)?;
+            let minor = attribute(DeviceAttribute::ComputeCapabilityMinor)?;
+            Ok(DeviceInfo {
+                ordinal,
+                name: device
+                    .name()
+                    .map_err(|error| CudaError::cust("cuDeviceGetName", error))?,
+                compute_capability: (major, minor),
+                memory: device
+                    .total_memory()
+                    .map_err(|error| CudaError::cust("cuDeviceTotalMem", error))?
+                    as u64,
+                tier: tiers
+                    .iter()
+                    .copied()
+                    .rfind(|tier| *tier <= 10 * major + minor),
+            })
+        })
+        .collect()
+}
+
+/// The newest CUDA version that the driver supports, as 1000 * major + 10 * minor.
+///
+/// # Errors
+///
+/// A failure of the driver.
+pub fn driver_version() -> Result<i32, CudaError> {
+    driver::driver_version()
+}
+
+/// The architecture tiers of the PTX in use, each as 10 * major + minor, lowest first.
+///
+/// # Errors
+///
+/// [`CudaError::PtxFolder`] when a folder was chosen and cannot be used.
+pub fn ptx_tiers() -> Result<Vec<u32>, CudaError> {
+    ptx::Source::current()?.tiers()
+}
+
+/// Where the memory behind a view really is.
+pub(crate) fn resolve_device(raw: &Raw) -> Result<Device, Error> {
+    // An empty view has no memory to ask about.
+    if raw.layout.shape().contains(&0) {
+        return Ok(raw.device);
+    }
+    Ok(resolve_address(raw.address as u64, raw.device)?)
+}
+
+/// Where the memory at `address` is; `claimed` is what its owner says.
+fn resolve_address(address: u64, claimed: Device) -> Result<Device, CudaError> {
+    match driver::pointer(address) {
+        Ok(Pointer::Device(ordinal, _)) => Ok(Device::Cuda(ordinal)),
+        Ok(Pointer::Host | Pointer::Unknown) => Ok(Device::Cpu),
+        // A process that never initialized CUDA, or has no driver, has no device memory.
+        Err(CudaError::Driver { code, .. })
+            if claimed == Device::Cpu
+                && matches!(code, driver::NOT_INITIALIZED | driver::STUB_LIBRARY) =>
+        {
+            Ok(Device::Cpu)
+        }
+        Err(error) => Err(error),
+    }
+}

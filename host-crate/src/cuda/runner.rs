@@ -1,0 +1,87 @@
+//! A problem on a device: its launches, prepared once.
+
+use std::sync::Arc;
+
+use super::context::{Function, Record, State};
+use super::stream::Stream;
+use super::{CudaError, driver, ptx};
+use crate::launches::{Call, Dispatch, launches};
+use crate::problem::Problem;
+use crate::{Device, Error};
+
+/// What a plan keeps for CUDA.
+#[derive(Debug)]
+pub(crate) struct Runner {
+    state: Arc<State>,
+    record: Record,
+    source: ptx::Source,
+    calls: Vec<(Function, Call)>,
+}
+
+impl Runner {
+    /// Loads the kernels and prepares the launches.
+    pub(crate) fn new(problem: &Problem) -> Result<Self, Error> {
+        let state = state_near(problem.device, problem.kv.address)?;
+        let mut runner = Self {
+            record: state.record()?,
+            source: ptx::Source::current()?,
+            state,
+            calls: Vec::new(),
+        };
+        runner.dispatch(problem, Dispatch::default())?;
+        Ok(runner)
+    }
+
+    /// Prepares the launches anew.
+    pub(crate) fn dispatch(&mut self, problem: &Problem, dispatch: Dispatch) -> Result<(), Error> {
+        self.calls = launches(problem, dispatch, self.record.address)?
+            .into_iter()
+            .map(|call| Ok((self.state.function(&self.source, call.entry)?, call)))
+            .collect::<Result<_, CudaError>>()?;
+        Ok(())
+    }
+
+    /// Enqueues the job: no allocation, no waiting.
+    pub(crate) fn enqueue(&self, stream: Stream<'_>) -> Result<(), Error> {
+        let _bound = self.state.bind()?;
+        for (function, call) in &self.calls {
+            // SAFETY: the function is this context's and takes `Params`; the plan's validation
+            // covers what the parameters name; `Stream` stands for a live stream.
+            unsafe {
+                driver::launch(
+                    function.0,
+                    call.grid,
+                    call.threads,
+                    stream.raw,
+                    &call.params,
+                )
+            }?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the context's work, then reads and clears the record.
+    pub(crate) fn check(&self, problem: &Problem) -> Result<(), Error> {
+        let _bound = self.state.bind()?;
+        driver::synchronize()?;
+        let status = self.record.read()?;
+        let report = problem.report(&status);
+        if report.is_err() {
+            self.record.clear()?;
+        }
+        report
+    }
+}
+
+/// The context to work in for memory on `device`: that of the memory at `address`.
+pub(crate) fn state_near(device: Device, address: usize) -> Result<Arc<State>, Error> {
+    let Device::Cuda(ordinal) = device else {
+        return Err(CudaError::NoDevice {
+            ordinal: 0,
+            count: 0,
+        }
+        .into());
+    };
+    driver::init()?;
+    Ok(State::of_pointer(address as u64, ordinal)?)
+}

@@ -1,0 +1,226 @@
+//! A problem as kernel launches: the parameter struct and the grid, for a GPU or the emulator.
+
+use fused_kv_kernels::abi::{Code, Params, flags};
+use fused_kv_kernels::launch::{Facts, MAX_LAYERS, Path};
+
+use crate::problem::{Operand, Problem, Target};
+use crate::{DType, Error, NormWeight, RopeStyle};
+
+/// How to dispatch, where a caller does not leave it to the library. For tests and measurements:
+/// every path gives the same bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Dispatch {
+    /// The path; `None` for the fastest that can serve the job.
+    pub path: Option<Path>,
+    /// Threads of a block, a multiple of 32 from 32 to 1024; `None` for the library's choice.
+    pub threads: Option<u32>,
+    /// The most tokens that one launch takes (a job with more takes several); `None` for the
+    /// largest number that a launch can index.
+    pub tokens_per_launch: Option<u32>,
+    /// The most layers that one launch takes; `None` for the limit of a grid.
+    pub layers_per_launch: Option<u32>,
+}
+
+/// One launch.
+#[derive(Clone, Debug)]
+pub(crate) struct Call {
+    pub(crate) entry: &'static str,
+    pub(crate) grid: (u32, u32),
+    pub(crate) threads: u32,
+    pub(crate) params: Params,
+}
+
+fn code(dtype: DType) -> Code {
+    match dtype {
+        DType::Bf16 => Code::Bf16,
+        DType::F16 => Code::F16,
+        DType::F8E4M3Fn => Code::E4M3,
+        DType::F8E5M2 => Code::E5M2,
+        // Validation lets no other type through where a float is expected.
+        DType::F32 | DType::I32 | DType::I64 => Code::F32,
+    }
+}
+
+/// Bitwise or of an address and the strides that are stepped along.
+fn bits(operand: &Operand, extents: &[usize]) -> u64 {
+    let strides = operand.strides.iter().zip(extents);
+    let stepped = strides.filter(|(_, extent)| **extent > 1);
+    stepped.fold(operand.address as u64, |bits, (stride, _)| {
+        bits | *stride as u64
+    })
+}
+
+fn small(what: &'static str, value: usize, limit: u32) -> Result<u32, Error> {
+    match u32::try_from(value) {
+        Ok(small) if small <= limit => Ok(small),
+        _ => Err(Error::TooLarge {
+            what,
+            found: value as u64,
+            limit: u64::from(limit),
+        }),
+    }
+}
+
+/// The launches of a job, in order; none where there is nothing to do.
+///
+/// # Errors
+///
+/// [`Error::Path`] when the path asked for cannot serve the job, [`Error::TooLarge`] when a row of
+/// `kv` is too large to index.
+pub(crate) fn launches(
+    problem: &Problem,
+    dispatch: Dispatch,
+    status: u64,
+) -> Result<Vec<Call>, Error> {
+    let config = &problem.config;
+    let (tokens, layers) = (problem.tokens, problem.layers);
+    let kv_size = problem.kv.dtype.size();
+    let head_bytes = config.head_dim * kv_size;
+    // Offsets within a row of kv are 32 bit on the device.
+    let row = config.num_kv_heads.saturating_mul(2 * head_bytes);
+    small("bytes of kv for one token and layer", row, i32::MAX as u32)?;
+    let heads = config.num_kv_heads as u32;
+    let Target::Dense { k, v } = &problem.target;
+
+    let facts = Facts {
+        heads,
+        head_dim: config.head_dim as u32,
+        rotary_dim: config.rotary_dim as u32,
+        interleaved: config.rope_style == RopeStyle::Interleaved,
+        kv: code(problem.kv.dtype),
+        weight: code(problem.weight.dtype),
+        table: code(problem.table.dtype),
+        out: code(k.dtype),
+        pool: false,
+        kv_bits: bits(&problem.kv, &[tokens, layers]) | head_bytes as u64,
+        out_bits: bits(k, &[layers, tokens, config.num_kv_heads])
+            | bits(v, &[layers, tokens, config.num_kv_heads]),
+        weight_bits: bits(&problem.weight, &[layers]),
+        table_bits: bits(&problem.table, &[problem.table_rows]),
+    };
+    let path = dispatch.path.unwrap_or_else(|| facts.best_path());
+    if let Some(reason) = facts.obstacle(path) {
+        return Err(Error::Path {
+            path: path.name(),
+            reason,
+        });
+    }
+    if tokens == 0 || layers == 0 {
+        return Ok(Vec::new());
+    }
+    let threads = dispatch.threads;
+    if threads.is_some_and(|threads| threads % 32 != 0 || !(32..=1024).contains(&threads)) {
+        return Err(Error::Path {
+            path: path.name(),
+            reason: "a block has a multiple of 32 threads, 32 to 1024",
+        });
+    }
+    let launch = facts.launch(path, tokens as u64 * layers as u64, threads);
+
+    let flag = |on: bool, flag: u32| if on { flag } else { 0 };
+    let mut params = Params {
+        kv: problem.kv.address as u64,
+        k_out: k.address as u64,
+        v_out: v.address as u64,
+        k_norm_weight: problem.weight.address as u64,
+        eps: problem.eps.address as u64,
+        cos_sin_cache: problem.table.address as u64,
+        positions: problem.positions.address as u64,
+        value_scale: problem.value_scale.map_or(0, |scale| scale.address as u64),
+        slots: 0,
+        k_descale: 0,
+        v_descale: 0,
+        status,
+        kv_token: problem.kv.strides[0],
+        kv_layer: problem.kv.strides[1],
+        kv_value: (config.num_kv_heads * head_bytes) as i64,
+        weight_layer: problem.weight.strides[0],
+        table_row: problem.table.strides[0],
+        table_rows: problem.table_rows as i64,
+        position: problem.positions.strides[0],
+        slot: 0,
+        k_outer: k.strides[0],
+        k_token: k.strides[1],
+        k_head: k.strides[2],
+        v_outer: v.strides[0],
+        v_token: v.strides[1],
+        v_head: v.strides[2],
+        num_slots: 0,
+        reserved_slot: -1,
+        rows: 0,
+        first_token: 0,
+        heads,
+        head_dim: config.head_dim as u32,
+        rotary_dim: config.rotary_dim as u32,
+        kv_dtype: facts.kv as u32,
+        weight_dtype: facts.weight as u32,
+        table_dtype: facts.table as u32,
+        out_dtype: facts.out as u32,
+        flags: flag(facts.interleaved, flags::INTERLEAVED)
+            | flag(
+                config.norm_weight == NormWeight::Offset,
+                flags::OFFSET_WEIGHT,
+            )
+            | flag(problem.positions.dtype == DType::I64, flags::POSITIONS_I64),
+        lane_shift: 0,
+        rotated: 0,
+        rest: 0,
+        page_shift: 0,
+        row_divisor: Default::default(),
+        page_divisor: Default::default(),
+    };
+    launch.apply(&mut params);
+
+    let token_step = dispatch
+        .tokens_per_launch
+        .unwrap_or(u32::MAX)
+        .clamp(1, launch.max_tokens);
+    let layer_step = dispatch
+        .layers_per_launch
+        .unwrap_or(u32::MAX)
+        .clamp(1, MAX_LAYERS);
+    let mut calls = Vec::new();
+    for first_layer in (0..layers).step_by(layer_step as usize) {
+        for first_token in (0..tokens).step_by(token_step as usize) {
+            let call_tokens = (tokens - first_token).min(token_step as usize) as u32;
+            let call_layers = (layers - first_layer).min(layer_step as usize) as u32;
+            let (rows, blocks) = launch.rows(call_tokens);
+            let mut params = params;
+            params.rows = rows;
+            params.first_token = first_token as u32;
+            // Every layer sees the same tokens: one launch of each group of tokens reports.
+            params.flags |= flag(first_layer == 0, flags::REPORT);
+            let (token, layer) = (first_token as i64, first_layer as i64);
+            let advance = |address: &mut u64, steps: &[(i64, i64)]| {
+                for (index, stride) in steps {
+                    *address = address.wrapping_add(index.wrapping_mul(*stride) as u64);
+                }
+            };
+            advance(
+                &mut params.kv,
+                &[(token, params.kv_token), (layer, params.kv_layer)],
+            );
+            advance(&mut params.positions, &[(token, params.position)]);
+            advance(&mut params.k_norm_weight, &[(layer, params.weight_layer)]);
+            advance(&mut params.eps, &[(layer, 4)]);
+            if params.value_scale != 0 {
+                advance(&mut params.value_scale, &[(layer, 4)]);
+            }
+            advance(
+                &mut params.k_out,
+                &[(layer, params.k_outer), (token, params.k_token)],
+            );
+            advance(
+                &mut params.v_out,
+                &[(layer, params.v_outer), (token, params.v_token)],
+            );
+            calls.push(Call {
+                entry: launch.entry,
+                grid: (blocks, call_layers),
+                threads: launch.threads,
+                params,
+            });
+        }
+    }
+    Ok(calls)
+}
