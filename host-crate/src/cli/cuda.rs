@@ -3,9 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use cust::device::{Device as CudaDevice, DeviceAttribute};
-use cust::{CudaApiVersion, CudaFlags};
-use fused_kv::cuda::{Context, DeviceMemory};
+use fused_kv::cuda::{self, Context, CudaError, DeviceMemory};
 use fused_kv::{Device, Output, Outputs, Plan, TensorView, TensorViewMut};
 
 use super::CliError;
@@ -16,15 +14,6 @@ use crate::io::HostTensor;
 /// Whether this device can be used.
 pub(crate) fn available(device: u32) -> bool {
     Context::new(device).is_ok()
-}
-
-/// A tensor's bytes in device memory. Never empty: a plan asks the driver about every address.
-fn upload(context: &Context, tensor: &HostTensor) -> Result<DeviceMemory, CliError> {
-    let bytes: &[u8] = match tensor.bytes.as_slice() {
-        [] => &[0; 8],
-        bytes => bytes,
-    };
-    Ok(DeviceMemory::from_bytes(context, bytes)?)
 }
 
 /// Row-major strides of a shape whose size was checked.
@@ -60,9 +49,11 @@ pub(crate) fn run(
     let memory = job
         .tensors()
         .into_iter()
-        .map(|(name, tensor)| Ok((name, upload(&context, tensor)?)))
+        .map(|(name, tensor)| Ok((name, DeviceMemory::from_bytes(&context, &tensor.bytes)?)))
         .collect::<Result<Vec<_>, CliError>>()?;
-    let (k_memory, v_memory) = (upload(&context, k)?, upload(&context, v)?);
+    let [k_memory, v_memory] =
+        [&*k, &*v].map(|output| DeviceMemory::from_bytes(&context, &output.bytes));
+    let (k_memory, v_memory) = (k_memory?, v_memory?);
     let inputs = job.inputs(|name, tensor| {
         let address = memory
             .iter()
@@ -112,14 +103,13 @@ pub(crate) fn run(
         Ok(start.elapsed())
     })?;
     drop(plan);
-    for (memory, tensor) in [(&k_memory, k), (&v_memory, v)] {
-        if !tensor.bytes.is_empty() {
-            memory.copy_to(&mut tensor.bytes)?;
-        }
-    }
-    let device_name = CudaDevice::get_device(device)
-        .and_then(|device| device.name())
-        .unwrap_or_else(|_| "unknown".to_owned());
+    k_memory.copy_to(&mut k.bytes)?;
+    v_memory.copy_to(&mut v.bytes)?;
+    let device_name = cuda::devices()
+        .map_err(fused_kv::Error::from)?
+        .into_iter()
+        .find(|found| found.ordinal == device)
+        .map_or_else(String::new, |found| found.name);
     let ran = Ran::Cuda {
         device,
         device_name,
@@ -133,32 +123,25 @@ pub(crate) fn info() -> info::Cuda {
         compiled_in: true,
         ..info::Cuda::default()
     };
-    let mut fill = || {
-        cust::init(CudaFlags::empty())?;
-        let version = CudaApiVersion::get()?;
-        found.driver = Some(format!("{}.{}", version.major(), version.minor()));
-        for (ordinal, device) in (0u32..).zip(CudaDevice::devices()?) {
-            let device = device?;
-            let capability = [
-                DeviceAttribute::ComputeCapabilityMajor,
-                DeviceAttribute::ComputeCapabilityMinor,
-            ]
-            .map(|attribute| device.get_attribute(attribute));
-            let [major, minor] = capability;
+    let mut fill = || -> Result<(), CudaError> {
+        let tiers = cuda::ptx_tiers()?;
+        found.ptx_tiers = tiers.iter().map(|tier| format!("sm_{tier}")).collect();
+        let version = cuda::driver_version()?;
+        found.driver = Some(format!("{}.{}", version / 1000, version % 1000 / 10));
+        for device in cuda::devices()? {
+            let (major, minor) = device.compute_capability;
             found.devices.push(info::Device {
-                ordinal,
-                name: device.name()?,
-                compute_capability: format!("{}.{}", major?, minor?),
-                memory_bytes: device.total_memory()? as u64,
+                ordinal: device.ordinal,
+                name: device.name,
+                compute_capability: format!("{major}.{minor}"),
+                memory_bytes: device.memory,
+                ptx_tier: device.tier.map(|tier| format!("sm_{tier}")),
             });
         }
         Ok(())
     };
     if let Err(error) = fill() {
-        let error: cust::error::CudaError = error;
-        found.unavailable = Some(format!("no usable device: {error}"));
-    } else if found.devices.is_empty() {
-        found.unavailable = Some("no device".to_owned());
+        found.unavailable = Some(error.to_string());
     }
     found
 }

@@ -53,6 +53,8 @@ pub(crate) struct Device {
     /// For example `9.0`.
     pub(crate) compute_capability: String,
     pub(crate) memory_bytes: u64,
+    /// The embedded PTX that it gets; none where it is too old.
+    pub(crate) ptx_tier: Option<String>,
 }
 
 fn cpu_features() -> Vec<&'static str> {
@@ -133,11 +135,15 @@ fn table(report: &Report) -> Table {
         table.row(
             "device",
             format!(
-                "cuda:{} {}, compute capability {}, {}",
+                "cuda:{} {}, compute capability {}, {}, {}",
                 device.ordinal,
                 device.name,
                 device.compute_capability,
-                super::report::bytes(device.memory_bytes as f64)
+                super::report::bytes(device.memory_bytes as f64),
+                match &device.ptx_tier {
+                    Some(tier) => format!("PTX of {tier}"),
+                    None => "too old for the embedded PTX".to_owned(),
+                }
             ),
         );
     }
