@@ -1,6 +1,6 @@
 //! Geometry and conventions: from the file's metadata, from flags, never from a guess.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::path::Path;
 
@@ -128,7 +128,7 @@ fn resolve<T: PartialEq + Display>(
 }
 
 /// The metadata that describes `config`.
-pub(crate) fn metadata(config: &Config) -> HashMap<String, String> {
+pub(crate) fn metadata(config: &Config) -> BTreeMap<String, String> {
     let style = match config.rope_style {
         fused_kv::RopeStyle::Neox => Style::Neox,
         fused_kv::RopeStyle::Interleaved => Style::Interleaved,

@@ -1,5 +1,6 @@
 //! `fused-kv run`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -295,8 +296,8 @@ struct Report {
     file: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     case: Option<String>,
-    geometry: std::collections::BTreeMap<String, String>,
-    tensors: std::collections::BTreeMap<&'static str, TensorReport>,
+    geometry: BTreeMap<String, String>,
+    tensors: BTreeMap<&'static str, TensorReport>,
     backend: Ran,
     runs: usize,
     best_seconds: f64,
@@ -381,7 +382,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
             metadata.insert("case".to_owned(), case.to_owned());
         }
         let tensors = [("k_out", &k), ("v_out", &v)];
-        destination.write(&tensors, metadata, &|bytes| progress.advance(bytes))?;
+        destination.write(&tensors, &metadata, &|bytes| progress.advance(bytes))?;
         destination.commit()?;
     }
 
@@ -394,7 +395,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
     };
     let within = verify.as_ref().is_none_or(|verify| verify.within_contract);
     if options.json {
-        let mut tensors: std::collections::BTreeMap<_, _> = job
+        let mut tensors: BTreeMap<_, _> = job
             .tensors()
             .into_iter()
             .map(|(name, tensor)| (name, tensor.into()))
@@ -404,7 +405,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
         print_json(&Report {
             file: path.display().to_string(),
             case: file.metadata("case").map(str::to_owned),
-            geometry: geometry::metadata(&job.config).into_iter().collect(),
+            geometry: geometry::metadata(&job.config),
             tensors,
             backend: ran,
             runs: times.len(),

@@ -1,5 +1,6 @@
 //! `fused-kv synth`.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -339,7 +340,7 @@ struct Report {
     output: String,
     bytes: u64,
     seed: u64,
-    tensors: std::collections::BTreeMap<&'static str, String>,
+    tensors: BTreeMap<&'static str, String>,
 }
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
@@ -369,7 +370,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
         .map(|(_, tensor)| tensor.bytes.len() as u64)
         .sum();
     let progress = Progress::bytes("writing", bytes);
-    destination.write(&tensors, metadata, &|bytes| progress.advance(bytes))?;
+    destination.write(&tensors, &metadata, &|bytes| progress.advance(bytes))?;
     destination.commit()?;
     drop(progress);
 

@@ -1,11 +1,12 @@
 //! Writing: into a temporary file beside the destination, which replaces it only when complete.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::TensorInfo;
+use serde::ser::{Serialize, SerializeMap, Serializer};
 use tempfile::NamedTempFile;
 
 use super::{FileError, FileFault, HostTensor, PIECE, Watch, dtype_to_file, kind_of};
@@ -76,7 +77,7 @@ impl OutputFile {
     pub(crate) fn write(
         &mut self,
         tensors: &[(&str, &HostTensor)],
-        metadata: HashMap<String, String>,
+        metadata: &BTreeMap<String, String>,
         watch: &impl Watch,
     ) -> Result<(), FileError> {
         let header = header(tensors, metadata).map_err(|error| self.error(error))?;
@@ -110,9 +111,26 @@ impl OutputFile {
     }
 }
 
+/// A header in a fixed order: the same content gives the same bytes.
+struct Header<'a> {
+    metadata: &'a BTreeMap<String, String>,
+    tensors: Vec<(&'a str, TensorInfo)>,
+}
+
+impl Serialize for Header<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(1 + self.tensors.len()))?;
+        map.serialize_entry("__metadata__", self.metadata)?;
+        for (name, info) in &self.tensors {
+            map.serialize_entry(name, info)?;
+        }
+        map.end()
+    }
+}
+
 fn header(
     tensors: &[(&str, &HostTensor)],
-    metadata: HashMap<String, String>,
+    metadata: &BTreeMap<String, String>,
 ) -> io::Result<Vec<u8>> {
     let mut offset = 0;
     let mut infos = Vec::with_capacity(tensors.len());
@@ -121,17 +139,15 @@ fn header(
             .ok_or_else(|| io::Error::other(format!("no file type for {}", tensor.dtype)))?;
         let start = offset;
         offset += tensor.bytes.len();
-        infos.push((
-            (*name).to_owned(),
-            TensorInfo {
-                dtype,
-                shape: tensor.shape.clone(),
-                data_offsets: (start, offset),
-            },
-        ));
+        let info = TensorInfo {
+            dtype,
+            shape: tensor.shape.clone(),
+            data_offsets: (start, offset),
+        };
+        infos.push((*name, info));
     }
-    let metadata = Metadata::new(Some(metadata), infos).map_err(io::Error::other)?;
-    let mut header = serde_json::to_vec(&metadata)?;
+    let tensors = infos;
+    let mut header = serde_json::to_vec(&Header { metadata, tensors })?;
     // Data that starts at a multiple of 8 can be read in place by others.
     header.resize(header.len().next_multiple_of(8), b' ');
     Ok(header)
@@ -158,9 +174,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.safetensors");
         let mut output = OutputFile::create(&path).unwrap();
-        let metadata = HashMap::from([("case".to_owned(), "sample".to_owned())]);
+        let metadata = BTreeMap::from([("case".to_owned(), "sample".to_owned())]);
         output
-            .write(&[("kv", &sample())], metadata, &watch)
+            .write(&[("kv", &sample())], &metadata, &watch)
             .unwrap();
         assert!(!path.exists(), "nothing under the name before the commit");
         output.commit().unwrap();
@@ -185,7 +201,7 @@ mod tests {
         fs::write(&path, "before").unwrap();
         let mut output = OutputFile::create(&path).unwrap();
         output
-            .write(&[("kv", &sample())], HashMap::new(), &watch)
+            .write(&[("kv", &sample())], &BTreeMap::new(), &watch)
             .unwrap();
         drop(output);
         assert_eq!(fs::read_to_string(&path).unwrap(), "before");
@@ -217,7 +233,7 @@ mod tests {
         symlink(&real, &link).unwrap();
         let mut output = OutputFile::create(&link).unwrap();
         output
-            .write(&[("kv", &sample())], HashMap::new(), &watch)
+            .write(&[("kv", &sample())], &BTreeMap::new(), &watch)
             .unwrap();
         output.commit().unwrap();
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
