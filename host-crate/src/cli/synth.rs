@@ -302,7 +302,8 @@ fn check(
     base: f64,
 ) -> Result<(), CliError> {
     let usage = |text: String| Err(CliError::Usage(text));
-    let even_within = |value: usize, limit: usize| value % 2 == 0 && (2..=limit).contains(&value);
+    let even_within =
+        |value: usize, limit: usize| value.is_multiple_of(2) && (2..=limit).contains(&value);
     if layers == 0 || heads == 0 {
         return usage("--layers and --heads must be at least 1".to_owned());
     }
