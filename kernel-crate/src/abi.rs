@@ -51,7 +51,8 @@ pub struct FastDivisor {
 }
 
 impl FastDivisor {
-    /// Prepares division by `divisor`, which must be from 1 to 2^31 - 1.
+    /// Prepares division, on the host, by `divisor`, which must be from 1 to 2^31 - 1.
+    #[cfg(not(target_arch = "nvptx64"))]
     pub const fn new(divisor: u32) -> Self {
         debug_assert!(divisor > 0 && divisor < 1 << 31);
         let ceil_log2 = 32 - (divisor - 1).leading_zeros();

@@ -15,4 +15,5 @@ pub mod convert;
 pub mod emulator;
 pub mod gpu;
 pub mod kernels;
+#[cfg(not(target_arch = "nvptx64"))]
 pub mod launch;

@@ -1,0 +1,237 @@
+//! What is measured.
+
+use fused_kv::{Config, DType, Device, Dispatch, Inputs, NormWeight, Output, Outputs, Path, Plan};
+use fused_kv::{RopeStyle, TensorView, TensorViewMut};
+use fused_kv::cuda::DeviceMemory;
+use serde::Serialize;
+
+use crate::gpu::{Gpu, Result};
+
+/// A geometry, a layout and a size.
+#[derive(Clone, Debug, Serialize)]
+pub struct Case {
+    /// Group within the report.
+    pub group: &'static str,
+    /// What is special about it.
+    pub name: String,
+    pub tokens: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub head_dim: usize,
+    pub rotary_dim: usize,
+    #[serde(serialize_with = "text")]
+    pub dtype: DType,
+    #[serde(serialize_with = "text")]
+    pub table: DType,
+    #[serde(serialize_with = "text")]
+    pub weight: DType,
+    pub interleaved: bool,
+    /// Elements between the end of a token's row of kv and the next.
+    pub kv_padding: usize,
+    /// Tokens of the output workspace beyond those of the job.
+    pub spare_capacity: usize,
+    /// Elements by which the first element of kv and of both outputs is moved.
+    pub shift: usize,
+    /// Forced path.
+    #[serde(skip)]
+    pub path: Option<Path>,
+    /// Forced block size.
+    pub threads: Option<u32>,
+}
+
+fn text<S: serde::Serializer>(dtype: &DType, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    serializer.serialize_str(dtype.name())
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            group: "headline",
+            name: "D = R = 128, bf16".into(),
+            tokens: 8192,
+            layers: 8,
+            heads: 8,
+            head_dim: 128,
+            rotary_dim: 128,
+            dtype: DType::Bf16,
+            table: DType::Bf16,
+            weight: DType::Bf16,
+            interleaved: false,
+            kv_padding: 0,
+            spare_capacity: 0,
+            shift: 0,
+            path: None,
+            threads: None,
+        }
+    }
+}
+
+impl Case {
+    /// Elements of K (and of V) that the job moves.
+    fn elements(&self) -> usize {
+        self.tokens * self.layers * self.heads * self.head_dim
+    }
+
+    /// Bytes that the job reads of kv, and writes.
+    pub fn kv_bytes(&self) -> usize {
+        2 * self.elements() * self.dtype.size()
+    }
+
+    fn token_stride(&self) -> usize {
+        self.layers * 2 * self.heads * self.head_dim + self.kv_padding
+    }
+
+    fn capacity(&self) -> usize {
+        self.tokens + self.spare_capacity
+    }
+
+    fn output_elements(&self) -> usize {
+        self.layers * self.capacity() * self.heads * self.head_dim
+    }
+}
+
+/// Rows of the RoPE table.
+const TABLE_ROWS: usize = 40_960;
+
+/// The inputs that all sets share, and the memory of the sets.
+pub struct Memory {
+    weight: DeviceMemory,
+    eps: DeviceMemory,
+    table: DeviceMemory,
+    positions: DeviceMemory,
+    kv: DeviceMemory,
+    /// K and V of each set, one after the other.
+    out: DeviceMemory,
+    kv_step: usize,
+    out_step: usize,
+    /// Number of sets.
+    pub sets: usize,
+}
+
+/// Random floats of moderate size: zeros would be faster than data.
+fn floats(dtype: DType, bytes: usize) -> Vec<u8> {
+    let mut random = fastrand::Rng::with_seed(7);
+    let mut data = Vec::with_capacity(bytes);
+    while data.len() < bytes {
+        let value = random.f32() * 4.0 - 2.0;
+        match dtype {
+            DType::Bf16 => data.extend(half::bf16::from_f32(value).to_le_bytes()),
+            DType::F16 => data.extend(half::f16::from_f32(value).to_le_bytes()),
+            _ => data.extend(value.to_le_bytes()),
+        }
+    }
+    data.truncate(bytes);
+    data
+}
+
+impl Memory {
+    /// Allocates sets of buffers that together exceed `rotate` bytes.
+    pub fn new(gpu: &Gpu, case: &Case, rotate: usize, max_sets: usize) -> Result<Self> {
+        let size = case.dtype.size();
+        // Sets start 256 bytes apart; the shift moves them all.
+        let slack = case.shift * size;
+        let kv_step = (case.tokens * case.token_stride() * size + slack).next_multiple_of(256);
+        let out_step = (case.output_elements() * size + slack).next_multiple_of(256);
+        let sets = rotate.div_ceil(kv_step + 2 * out_step).clamp(1, max_sets);
+        let random = floats(case.dtype, 1 << 22);
+        let mut positions = Vec::with_capacity(case.tokens * 8);
+        let mut rng = fastrand::Rng::with_seed(1);
+        for _ in 0..case.tokens {
+            positions.extend(rng.i64(0..TABLE_ROWS as i64).to_le_bytes());
+        }
+        let elements = |count: usize, dtype: DType| floats(dtype, count * dtype.size());
+        let eps: Vec<u8> = (0..case.layers).flat_map(|_| 1e-6f32.to_le_bytes()).collect();
+        Ok(Self {
+            weight: DeviceMemory::from_bytes(
+                &gpu.context,
+                &elements(case.layers * case.head_dim, case.weight),
+            )?,
+            eps: DeviceMemory::from_bytes(&gpu.context, &eps)?,
+            table: DeviceMemory::from_bytes(
+                &gpu.context,
+                &elements(TABLE_ROWS * case.rotary_dim, case.table),
+            )?,
+            positions: DeviceMemory::from_bytes(&gpu.context, &positions)?,
+            kv: gpu.filled(kv_step * sets, &random)?,
+            out: gpu.filled(2 * out_step * sets, &[0xff; 256])?,
+            kv_step,
+            out_step,
+            sets,
+        })
+    }
+
+    /// The plan of set `set`.
+    pub fn plan<'a>(&'a self, case: &Case, set: usize) -> Result<Plan<'a>> {
+        let (l, h, d) = (case.layers, case.heads, case.head_dim);
+        let device = Device::Cuda(0);
+        let shift = (case.shift * case.dtype.size()) as u64;
+        let view = |memory: &DeviceMemory, offset: u64, dtype, shape: &[usize], strides: &[isize]| {
+            // SAFETY: the memory covers the view and lives for `'a`.
+            unsafe {
+                TensorView::<'a>::from_raw_parts(
+                    memory.address() + offset,
+                    device,
+                    dtype,
+                    shape,
+                    strides,
+                )
+            }
+        };
+        let inputs = Inputs {
+            kv: view(
+                &self.kv,
+                (set * self.kv_step) as u64 + shift,
+                case.dtype,
+                &[case.tokens, l, 2 * h * d],
+                &[case.token_stride() as isize, (2 * h * d) as isize, 1],
+            )?,
+            k_norm_weight: view(&self.weight, 0, case.weight, &[l, d], &[d as isize, 1])?,
+            eps: view(&self.eps, 0, DType::F32, &[l], &[1])?,
+            cos_sin_cache: view(
+                &self.table,
+                0,
+                case.table,
+                &[TABLE_ROWS, case.rotary_dim],
+                &[case.rotary_dim as isize, 1],
+            )?,
+            positions: view(&self.positions, 0, DType::I64, &[case.tokens], &[1])?,
+            value_scale: None,
+        };
+        let shape = [l, case.tokens, h, d];
+        let strides =
+            [(case.capacity() * h * d) as isize, (h * d) as isize, d as isize, 1];
+        let output = |half: usize| {
+            let address = self.out.address() + ((2 * set + half) * self.out_step) as u64 + shift;
+            // SAFETY: as above, and each set is written through its own view only.
+            unsafe {
+                TensorViewMut::<'a>::from_raw_parts(address, device, case.dtype, &shape, &strides)
+            }
+        };
+        let config = Config {
+            num_kv_heads: h,
+            head_dim: d,
+            rotary_dim: case.rotary_dim,
+            rope_style: if case.interleaved { RopeStyle::Interleaved } else { RopeStyle::Neox },
+            norm_weight: NormWeight::Plain,
+        };
+        let outputs =
+            Outputs { k: Output::Into(output(0)?), v: Output::Into(output(1)?) };
+        let mut plan = Plan::new(config, inputs, outputs)?;
+        if case.path.is_some() || case.threads.is_some() {
+            plan.dispatch(Dispatch {
+                path: case.path,
+                threads: case.threads,
+                ..Dispatch::default()
+            })?;
+        }
+        Ok(plan)
+    }
+
+    /// Where a copy of the same bytes writes and reads, for set `set`.
+    pub fn copy_of(&self, set: usize) -> (u64, u64) {
+        (
+            self.out.address() + (2 * set * self.out_step) as u64,
+            self.kv.address() + (set * self.kv_step) as u64,
+        )
+    }
+}
