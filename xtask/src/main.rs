@@ -1,2 +1,24 @@
-//! Build and check tasks of the workspace.
-fn main() {}
+//! Build and check tasks of the workspace: `cargo xtask <COMMAND>`.
+//!
+//! One module a command; the command lines of all of them are in [`flags`].
+
+mod build_ptx;
+mod flags;
+mod gpu_bundle;
+mod manifest;
+mod project;
+mod ptx;
+mod stub_cuda;
+mod tiers;
+
+use clap::Parser;
+use flags::{Cli, Command};
+
+fn main() -> anyhow::Result<()> {
+    let project = project::Project::locate();
+    match Cli::parse().command {
+        Command::BuildPtx(flags) => build_ptx::run(&project, &flags),
+        Command::GpuBundle(flags) => gpu_bundle::run(&project, &flags),
+        Command::StubCuda => stub_cuda::run(&project),
+    }
+}

@@ -1,0 +1,62 @@
+//! The command lines of all tasks.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// Build and check tasks of the workspace.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The tasks.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Compile kernel-crate to PTX
+    ///
+    /// With `--codegen llvm` this writes host-crate/ptx, the PTX that the library embeds; without,
+    /// it takes the rust-cuda toolchain and writes target/ptx/rust-cuda.
+    BuildPtx(BuildPtx),
+    /// Put the GPU tests and programs into one folder that runs without Rust
+    GpuBundle(GpuBundle),
+    /// Make a stand-in for a CUDA toolkit, enough to link the feature `cuda`
+    StubCuda,
+}
+
+/// Code generators that make PTX from kernel-crate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Codegen {
+    /// rustc's own NVPTX back end; needs rust-src and nothing else
+    Llvm,
+    /// cuda_builder and NVIDIA's libNVVM
+    RustCuda,
+}
+
+/// `build-ptx`.
+#[derive(Debug, Args)]
+pub struct BuildPtx {
+    /// Code generator
+    #[arg(long, value_enum, default_value_t = Codegen::RustCuda)]
+    pub codegen: Codegen,
+    /// Rebuild and compare with what is there instead of writing it
+    #[arg(long)]
+    pub check: bool,
+    /// Architecture tiers to build, for example sm_80,sm_90 [default: all]
+    #[arg(long, value_delimiter = ',')]
+    pub tiers: Vec<String>,
+    /// Folder to write instead of the usual one
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+}
+
+/// `gpu-bundle`.
+#[derive(Debug, Args)]
+pub struct GpuBundle {
+    /// Folder to write [default: target/gpu-bundle]
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+}

@@ -1,0 +1,203 @@
+//! `cargo xtask gpu-bundle`: everything that a GPU machine without Rust needs, in one folder.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use crate::flags;
+use crate::project::{self, Project};
+use crate::stub_cuda;
+
+/// Packages whose tests and programs go into the bundle, built with these features.
+const PACKAGES: [&str; 2] = ["fused-kv", "fused-kv-tests"];
+const FEATURES: &str = "fused-kv/cuda,fused-kv-tests/cuda";
+
+/// Runs what is in the bundle; see the text.
+const RUN_SH: &str = include_str!("gpu_bundle/run.sh");
+
+/// Builds and fills the folder.
+pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
+    let out = match &flags.out {
+        Some(out) => std::env::current_dir()?.join(out),
+        None => project.target.join("gpu-bundle"),
+    };
+    let stub = stub_cuda::make(project)?;
+    let cargo = |arguments: &[&str]| {
+        let mut command = project.cargo();
+        command
+            .args(arguments)
+            .args(["--release", "--features", FEATURES])
+            .args(PACKAGES.iter().flat_map(|package| ["--package", package]))
+            .env("CUDA_LIBRARY_PATH", &stub);
+        command
+    };
+    let tests = executables(
+        &mut cargo(&["test", "--no-run", "--lib", "--bins", "--tests"]),
+        true,
+    )?;
+    let programs = executables(&mut cargo(&["build", "--bins"]), false)?;
+    if !programs.iter().any(|program| program.name == "fused-kv") {
+        bail!("the program fused-kv was not built");
+    }
+
+    project::remove_dir(&out)?;
+    for test in &tests {
+        copy(&test.path, &out.join("tests").join(&test.name))?;
+    }
+    for program in &programs {
+        copy(&program.path, &out.join("bin").join(&program.name))?;
+    }
+    copy_tree(&project.root.join("tests/data"), &out.join("data"))?;
+    copy_tree(&project.root.join("host-crate/ptx"), &out.join("ptx/llvm"))?;
+    let rust_cuda = project.target.join("ptx/rust-cuda");
+    if rust_cuda.is_dir() {
+        copy_tree(&rust_cuda, &out.join("ptx/rust-cuda"))?;
+    }
+    let script = out.join("run.sh");
+    project::write(&script, RUN_SH)?;
+    make_executable(&script)?;
+
+    println!(
+        "{}: {} test binaries, {} programs, {:.1} MB; on the GPU machine: bash run.sh [--help]",
+        project.show(&out),
+        tests.len(),
+        programs.len(),
+        size(&out)? as f64 / 1e6
+    );
+    Ok(())
+}
+
+/// A program that cargo built.
+#[derive(Debug, PartialEq, Eq)]
+struct Executable {
+    name: String,
+    path: PathBuf,
+}
+
+fn executables(cargo: &mut Command, tests: bool) -> Result<Vec<Executable>> {
+    let json = project::output(cargo.arg("--message-format=json-render-diagnostics"))?;
+    let mut found = parse_messages(&json, tests)?;
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    if found.windows(2).any(|pair| pair[0].name == pair[1].name) {
+        bail!("two executables have one name: {found:?}");
+    }
+    Ok(found)
+}
+
+/// The test binaries or the programs that cargo's JSON messages name. Unit tests are named
+/// `unit-<crate>`, the others as their target.
+fn parse_messages(json: &str, tests: bool) -> Result<Vec<Executable>> {
+    #[derive(Deserialize)]
+    struct Message {
+        reason: String,
+        executable: Option<PathBuf>,
+        target: Option<Target>,
+        profile: Option<Profile>,
+    }
+    #[derive(Deserialize)]
+    struct Target {
+        name: String,
+        kind: Vec<String>,
+    }
+    #[derive(Deserialize)]
+    struct Profile {
+        test: bool,
+    }
+    let mut found = Vec::new();
+    for line in json.lines().filter(|line| line.starts_with('{')) {
+        let message: Message = serde_json::from_str(line).context("cargo's message")?;
+        if message.reason != "compiler-artifact" {
+            continue;
+        }
+        let (Some(path), Some(target), Some(profile)) =
+            (message.executable, message.target, message.profile)
+        else {
+            continue;
+        };
+        // `cargo test` also builds the programs, for the tests to start.
+        if profile.test != tests {
+            continue;
+        }
+        let kind = target.kind.first().map_or("", String::as_str);
+        let name = match (profile.test, kind) {
+            (true, "test") | (false, _) => target.name,
+            (true, "bin") => format!("unit-bin-{}", target.name),
+            (true, _) => format!("unit-{}", target.name),
+        };
+        found.push(Executable { name, path });
+    }
+    Ok(found)
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    if let Some(parent) = to.parent() {
+        project::create_dir(parent)?;
+    }
+    std::fs::copy(from, to)
+        .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
+    Ok(())
+}
+
+fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    project::create_dir(to)?;
+    let entries = std::fs::read_dir(from).with_context(|| from.display().to_string())?;
+    for entry in entries {
+        let entry = entry?;
+        let to = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy_tree(&entry.path(), &to)?;
+        } else {
+            copy(&entry.path(), &to)?;
+        }
+    }
+    Ok(())
+}
+
+fn size(folder: &Path) -> Result<u64> {
+    let mut total = 0;
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        total += if entry.file_type()?.is_dir() {
+            size(&entry.path())?
+        } else {
+            entry.metadata()?.len()
+        };
+    }
+    Ok(total)
+}
+
+#[cfg(unix)]
+fn make_executable(path: &Path) -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))
+        .with_context(|| path.display().to_string())
+}
+
+#[cfg(not(unix))]
+fn make_executable(_: &Path) -> Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn executables_are_named_after_their_targets() {
+        let json = r#"
+{"reason":"build-script-executed","package_id":"a"}
+{"reason":"compiler-artifact","target":{"name":"fused-kv","kind":["bin"]},"profile":{"test":false},"executable":"/t/release/fused-kv"}
+{"reason":"compiler-artifact","target":{"name":"fused_kv","kind":["lib"]},"profile":{"test":false},"executable":null}
+{"reason":"compiler-artifact","target":{"name":"fused_kv","kind":["lib"]},"profile":{"test":true},"executable":"/t/release/deps/fused_kv-1"}
+{"reason":"compiler-artifact","target":{"name":"gpu","kind":["test"]},"profile":{"test":true},"executable":"/t/release/deps/gpu-2"}
+{"reason":"build-finished","success":true}"#;
+        let names = |tests| {
+            let found = parse_messages(json, tests).unwrap();
+            found.into_iter().map(|e| e.name).collect::<Vec<_>>()
+        };
+        assert_eq!(names(true), ["unit-fused_kv", "gpu"]);
+        assert_eq!(names(false), ["fused-kv"]);
+    }
+}
