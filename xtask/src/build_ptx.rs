@@ -10,9 +10,7 @@ use crate::project::{self, Project};
 use crate::ptx::Ptx;
 use crate::tiers::{self, Tier};
 
-/// The device crate's package.
-const PACKAGE: &str = "fused-kv-kernels";
-/// Its name as a file name part.
+/// The device crate, as a part of file names.
 const CRATE: &str = "fused_kv_kernels";
 /// The target triple of the in-tree back end.
 const TRIPLE: &str = "nvptx64-nvidia-cuda";
@@ -138,7 +136,7 @@ impl Toolchain {
 fn llvm(project: &Project, toolchain: &Toolchain, tiers: &[&Tier]) -> Result<Built> {
     let mut files = Vec::new();
     for tier in tiers {
-        eprintln!("compiling {PACKAGE} for {} ...", tier.name);
+        eprintln!("compiling kernel-crate for {} ...", tier.name);
         let text = llvm_tier(project, toolchain, tier)?;
         let ptx = Ptx::parse(&text).with_context(|| format!("the PTX of {}", tier.name))?;
         if !ptx.unresolved.is_empty() {
@@ -166,25 +164,40 @@ fn llvm(project: &Project, toolchain: &Toolchain, tiers: &[&Tier]) -> Result<Bui
 }
 
 fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<String> {
-    let target_dir = project.target.join("ptx/build-llvm");
-    let deps = target_dir.join(TRIPLE).join("release/deps");
+    let build = project.target.join("ptx/build-llvm");
+    // A package of its own: in the workspace, the features that host crates ask of common
+    // dependencies (`std`) would reach the device, and on its own the device crate asks for the
+    // git dependency of the other code generator.
+    let package = project.root.join("kernel-crate");
+    project::write(
+        &build.join("Cargo.toml"),
+        standalone(
+            &project::read(&package.join("Cargo.toml"))?,
+            &package.join("src/lib.rs"),
+        )?,
+    )?;
+    project::write(
+        &build.join("Cargo.lock"),
+        project::read(&project.root.join("Cargo.lock"))?,
+    )?;
     // The back end's text is a by-product that cargo does not track, so the crate is compiled
     // afresh for each tier; the core library is not.
+    let deps = build.join("target").join(TRIPLE).join("release/deps");
     if deps.is_dir() {
         for path in crate_files(&deps, "")? {
             std::fs::remove_file(&path).with_context(|| path.display().to_string())?;
         }
     }
     // Nothing that differs between machines or checkouts may reach the text: fixed code generation
-    // settings whatever the workspace's profiles say, and no paths.
+    // settings whatever the profiles say, and no paths.
     let mut cargo = project.in_toolchain("cargo", Some(&toolchain.name));
     cargo
+        .current_dir(&build)
         // -Zbuild-std and the nvptx intrinsics are unstable; the compiler is pinned.
         .env("RUSTC_BOOTSTRAP", "1")
-        .args(["rustc", "--quiet", "--locked", "--release", "--lib"])
-        .args(["--package", PACKAGE, "--crate-type", "rlib"])
-        .args(["-Zbuild-std=core", "--target", TRIPLE, "--target-dir"])
-        .arg(&target_dir)
+        .args(["rustc", "--quiet", "--release", "--lib"])
+        .args(["--crate-type", "rlib", "--target-dir", "target"])
+        .args(["-Zbuild-std=core", "--target", TRIPLE])
         .args(["--", "--emit", "asm", "-C", "opt-level=3"])
         .args(["-C", "codegen-units=1", "-C", "debuginfo=0"])
         .args(["-C", "panic=abort", "-C", "overflow-checks=off"])
@@ -192,7 +205,7 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
         .arg(format!("target-cpu={}", tier.name))
         .arg("-C")
         .arg(format!("target-feature=+ptx{}", tier.ptx_version));
-    for (from, to) in [(&toolchain.rust_src(), "/rust"), (&project.root, ".")] {
+    for (from, to) in [(&toolchain.rust_src(), "/rust"), (&package, "kernel-crate")] {
         cargo.arg(format!("--remap-path-prefix={}={to}", from.display()));
     }
     if tier.fp8 {
@@ -203,6 +216,43 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
         [path] => Ok(project::read(path)?.replace("\r\n", "\n")),
         found => bail!("expected one PTX file in {}: {found:?}", deps.display()),
     }
+}
+
+/// The device crate's Cargo.toml for a build elsewhere and on its own, without what comes by git.
+fn standalone(manifest: &str, lib: &Path) -> Result<String> {
+    let mut manifest: toml::Table = manifest.parse().context("kernel-crate/Cargo.toml")?;
+    let mut dropped: Vec<String> = Vec::new();
+    if let Some(toml::Value::Table(dependencies)) = manifest.get_mut("dependencies") {
+        dependencies.retain(|name, value| {
+            // What is optional belongs to the other code generator.
+            let optional = value.get("optional").and_then(toml::Value::as_bool);
+            let kept = optional != Some(true) && value.get("git").is_none();
+            if !kept {
+                dropped.push(name.to_owned());
+            }
+            kept
+        });
+    }
+    if let Some(toml::Value::Table(features)) = manifest.get_mut("features") {
+        for (_, parts) in features.iter_mut() {
+            if let toml::Value::Array(parts) = parts {
+                parts.retain(|part| {
+                    let part = part.as_str().unwrap_or_default();
+                    let part = part.strip_prefix("dep:").unwrap_or(part);
+                    let part = part.split(['/', '?']).next().unwrap_or_default();
+                    !dropped.iter().any(|name| name == part)
+                });
+            }
+        }
+    }
+    if let Some(toml::Value::Table(section)) = manifest.get_mut("lib") {
+        section.insert("path".into(), lib.display().to_string().into());
+    } else {
+        bail!("kernel-crate/Cargo.toml has no section [lib]");
+    }
+    manifest.remove("dev-dependencies");
+    manifest.insert("workspace".into(), toml::Table::new().into());
+    Ok(toml::to_string(&manifest)?)
 }
 
 /// Files of the device crate in cargo's `deps` folder, of this extension or of any.
@@ -323,4 +373,34 @@ fn conclude(flags: &BuildPtx, differences: &[String]) -> Result<()> {
         differences.join("\n  "),
         command(flags)
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_standalone_manifest_has_nothing_by_git() {
+        let text = r#"
+[package]
+name = "device"
+[lib]
+crate-type = ["cdylib", "rlib"]
+[features]
+rust-cuda = ["dep:cuda_std", "glam/libm", "half/nightly"]
+[dependencies]
+half = { version = "2.7", default-features = false }
+cuda_std = { git = "https://example.com/r", rev = "1", optional = true }
+glam = { version = "0.30", optional = true }
+[dev-dependencies]
+proptest = "1"
+"#;
+        let made = standalone(text, Path::new("/device/src/lib.rs")).unwrap();
+        let made: toml::Table = made.parse().unwrap();
+        let dependencies: Vec<_> = made["dependencies"].as_table().unwrap().keys().collect();
+        assert_eq!(dependencies, ["half"]);
+        assert_eq!(made["features"]["rust-cuda"].as_array().unwrap().len(), 1);
+        assert_eq!(made["lib"]["path"].as_str(), Some("/device/src/lib.rs"));
+        assert!(made.contains_key("workspace") && !made.contains_key("dev-dependencies"));
+    }
 }

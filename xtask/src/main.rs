@@ -11,14 +11,23 @@ mod ptx;
 mod stub_cuda;
 mod tiers;
 
+use std::process::ExitCode;
+
 use clap::Parser;
 use flags::{Cli, Command};
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
     let project = project::Project::locate();
-    match Cli::parse().command {
+    let result = match Cli::parse().command {
         Command::BuildPtx(flags) => build_ptx::run(&project, &flags),
         Command::GpuBundle(flags) => gpu_bundle::run(&project, &flags),
         Command::StubCuda => stub_cuda::run(&project),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
     }
 }
