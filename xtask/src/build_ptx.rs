@@ -211,7 +211,8 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
     if tier.fp8 {
         cargo.args(["--cfg", "fused_kv_fp8"]);
     }
-    project::run(&mut cargo)?;
+    // Quietly: naming a PTX version is a warning, since the feature is unstable.
+    project::run_quietly(&mut cargo)?;
     match crate_files(&deps, "s")?.as_slice() {
         [path] => Ok(project::read(path)?.replace("\r\n", "\n")),
         found => bail!("expected one PTX file in {}: {found:?}", deps.display()),

@@ -49,7 +49,12 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
     for program in &programs {
         copy(&program.path, &out.join("bin").join(&program.name))?;
     }
-    copy_tree(&project.root.join("tests/data"), &out.join("data"))?;
+    let data = project.root.join("tests/data");
+    if data.is_dir() {
+        copy_tree(&data, &out.join("data"))?;
+    } else {
+        println!("{}: missing, the bundle has no data", project.show(&data));
+    }
     copy_tree(&project.root.join("host-crate/ptx"), &out.join("ptx/llvm"))?;
     let rust_cuda = project.target.join("ptx/rust-cuda");
     if rust_cuda.is_dir() {

@@ -146,6 +146,20 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Runs a command, showing what it prints only when it fails.
+pub fn run_quietly(command: &mut Command) -> Result<()> {
+    let shown = show_command(command);
+    let output = command
+        .output()
+        .with_context(|| format!("cannot start `{shown}`"))?;
+    if !output.status.success() {
+        eprint!("{}", String::from_utf8_lossy(&output.stdout));
+        eprint!("{}", String::from_utf8_lossy(&output.stderr));
+        bail!("`{shown}` failed ({})", output.status);
+    }
+    Ok(())
+}
+
 /// Runs a command and returns its standard output; its standard error goes to the terminal.
 pub fn output(command: &mut Command) -> Result<String> {
     let shown = show_command(command);
