@@ -8,27 +8,20 @@ pub mod vector;
 
 /// Calls `$entries! { name => body; ... }` with every kernel: the one list that each code
 /// generator turns into entry points of these names.
-#[allow(
-    unused_macros,
-    reason = "each code generator uses it; the host has none"
-)]
+#[macro_export]
 macro_rules! for_each_entry {
     ($entries:ident) => {
         $entries! {
-            fused_kv_vector_bf16_d128 => crate::kernels::vector::run::<_, crate::kernels::Bf16D128>;
-            fused_kv_vector_bf16 => crate::kernels::vector::run::<_, crate::kernels::Bf16>;
-            fused_kv_vector_f16 => crate::kernels::vector::run::<_, crate::kernels::F16Dense>;
-            fused_kv_vector_f32 => crate::kernels::vector::run::<_, crate::kernels::F32Dense>;
-            fused_kv_generic_1 => crate::kernels::generic::run::<_, 1, false>;
-            fused_kv_generic_2 => crate::kernels::generic::run::<_, 2, false>;
+            fused_kv_vector_bf16_d128 => $crate::kernels::vector::run::<_, $crate::kernels::Bf16D128>;
+            fused_kv_vector_bf16 => $crate::kernels::vector::run::<_, $crate::kernels::Bf16>;
+            fused_kv_vector_f16 => $crate::kernels::vector::run::<_, $crate::kernels::F16Dense>;
+            fused_kv_vector_f32 => $crate::kernels::vector::run::<_, $crate::kernels::F32Dense>;
+            fused_kv_generic_1 => $crate::kernels::generic::run::<_, 1, false>;
+            fused_kv_generic_2 => $crate::kernels::generic::run::<_, 2, false>;
         }
     };
 }
-#[allow(
-    unused_imports,
-    reason = "each code generator uses it; the host has none"
-)]
-pub(crate) use for_each_entry;
+pub use for_each_entry;
 
 use crate::abi::{Code, Params, Status, flags};
 use crate::convert;
