@@ -1,308 +1,52 @@
-//! rustc's own NVPTX back end: intrinsics for the indices, inline assembly for the rest.
-//!
-//! No `asm!` here is `pure`: the back end does not know that a shuffle is convergent and would
-//! move a pure one into a divergent branch, and loads are to keep the order they are written in.
+//! rustc's own NVPTX back end.
 
-use core::arch::{asm, nvptx};
+use core::arch::asm;
 
-use super::Device;
+use super::nvptx::Gpu;
 
-/// The thread of a GPU.
-#[derive(Clone, Copy)]
-pub(super) struct Gpu;
+// The back end does not know that a shuffle in `asm!` is convergent: it must not be `pure`, which
+// would let it move into a divergent branch.
 
-/// A predicated load: nothing is read, and zero given, where the predicate is false.
-macro_rules! load {
-    ($when:expr, $address:expr, $instruction:literal, $class:ident, $($zero:literal, $value:ident: $type:ty),+) => {{
-        $(let $value: $type;)+
+/// The value of the lane whose index differs by the bits of `mask`.
+///
+/// # Safety
+///
+/// Every lane of the warp gets here.
+#[inline(always)]
+pub(super) unsafe fn shuffle_xor(value: f32, mask: u32) -> f32 {
+    let result: u32;
+    // SAFETY: every lane gets here, so the full mask is right.
+    unsafe {
         asm!(
-            "{{",
-            ".reg .pred %when;",
-            "setp.ne.u32 %when, {when}, 0;",
-            $($zero,)+
-            $instruction,
-            "}}",
-            when = in(reg32) $when as u32,
-            address = in(reg64) $address,
-            $($value = out($class) $value,)+
+            "shfl.sync.bfly.b32 {result}, {value}, {mask}, 31, -1;",
+            result = out(reg32) result,
+            value = in(reg32) value.to_bits(),
+            mask = in(reg32) mask,
             options(nomem, nostack)
         );
-        ($($value),+)
-    }};
+    }
+    f32::from_bits(result)
 }
 
-/// A predicated store.
-macro_rules! store {
-    ($when:expr, $address:expr, $instruction:literal, $class:ident, $($name:ident = $value:expr),+) => {
+/// The value of lane `lane`.
+///
+/// # Safety
+///
+/// Every lane of the warp gets here.
+#[inline(always)]
+pub(super) unsafe fn shuffle_from(value: f32, lane: u32) -> f32 {
+    let result: u32;
+    // SAFETY: every lane gets here, so the full mask is right.
+    unsafe {
         asm!(
-            "{{",
-            ".reg .pred %when;",
-            "setp.ne.u32 %when, {when}, 0;",
-            $instruction,
-            "}}",
-            when = in(reg32) $when as u32,
-            address = in(reg64) $address,
-            $($name = in($class) $value,)+
-            options(nostack)
-        )
-    };
-}
-
-impl Device for Gpu {
-    #[inline(always)]
-    fn thread(self) -> u32 {
-        // SAFETY: reads a special register.
-        unsafe { nvptx::_thread_idx_x() as u32 }
+            "shfl.sync.idx.b32 {result}, {value}, {lane}, 31, -1;",
+            result = out(reg32) result,
+            value = in(reg32) value.to_bits(),
+            lane = in(reg32) lane,
+            options(nomem, nostack)
+        );
     }
-
-    #[inline(always)]
-    fn block_threads(self) -> u32 {
-        // SAFETY: reads a special register.
-        unsafe { nvptx::_block_dim_x() as u32 }
-    }
-
-    #[inline(always)]
-    fn block(self) -> u32 {
-        // SAFETY: reads a special register.
-        unsafe { nvptx::_block_idx_x() as u32 }
-    }
-
-    #[inline(always)]
-    fn layer(self) -> u32 {
-        // SAFETY: reads a special register.
-        unsafe { nvptx::_block_idx_y() as u32 }
-    }
-
-    #[inline(always)]
-    fn shuffle_xor(self, value: f32, mask: u32) -> f32 {
-        let result: u32;
-        // SAFETY: every lane gets here (the trait's rule), so the full mask is right.
-        unsafe {
-            asm!(
-                "shfl.sync.bfly.b32 {result}, {value}, {mask}, 31, -1;",
-                result = out(reg32) result,
-                value = in(reg32) value.to_bits(),
-                mask = in(reg32) mask,
-                options(nomem, nostack)
-            );
-        }
-        f32::from_bits(result)
-    }
-
-    #[inline(always)]
-    fn shuffle_from(self, value: f32, lane: u32) -> f32 {
-        let result: u32;
-        // SAFETY: every lane gets here (the trait's rule), so the full mask is right.
-        unsafe {
-            asm!(
-                "shfl.sync.idx.b32 {result}, {value}, {lane}, 31, -1;",
-                result = out(reg32) result,
-                value = in(reg32) value.to_bits(),
-                lane = in(reg32) lane,
-                options(nomem, nostack)
-            );
-        }
-        f32::from_bits(result)
-    }
-
-    #[inline(always)]
-    unsafe fn load_16(self, when: bool, address: u64) -> u16 {
-        // SAFETY: the caller's promise.
-        unsafe {
-            load!(when, address, "@%when ld.global.nc.u16 {a}, [{address}];", reg16,
-                "mov.u16 {a}, 0;", a: u16)
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_32(self, when: bool, address: u64) -> u32 {
-        // SAFETY: the caller's promise.
-        unsafe {
-            load!(when, address, "@%when ld.global.nc.u32 {a}, [{address}];", reg32,
-                "mov.u32 {a}, 0;", a: u32)
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn load_64(self, when: bool, address: u64) -> [u32; 2] {
-        // SAFETY: the caller's promise.
-        let (a, b) = unsafe {
-            load!(when, address, "@%when ld.global.nc.v2.u32 {{{a}, {b}}}, [{address}];", reg32,
-                "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32)
-        };
-        [a, b]
-    }
-
-    #[inline(always)]
-    unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4] {
-        // SAFETY: the caller's promise.
-        let (a, b, c, d) = unsafe {
-            load!(when, address, "@%when ld.global.nc.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}];", reg32,
-                "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32,
-                "mov.u32 {c}, 0;", c: u32, "mov.u32 {d}, 0;", d: u32)
-        };
-        [a, b, c, d]
-    }
-
-    #[inline(always)]
-    unsafe fn store_8(self, when: bool, address: u64, value: u8) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            store!(
-                when,
-                address,
-                "@%when st.global.cs.u8 [{address}], {a};",
-                reg16,
-                a = value as u16
-            );
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store_16(self, when: bool, address: u64, value: u16) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            store!(
-                when,
-                address,
-                "@%when st.global.cs.u16 [{address}], {a};",
-                reg16,
-                a = value
-            );
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store_32(self, when: bool, address: u64, value: u32) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            store!(
-                when,
-                address,
-                "@%when st.global.cs.u32 [{address}], {a};",
-                reg32,
-                a = value
-            );
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store_64(self, when: bool, address: u64, value: [u32; 2]) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            store!(
-                when,
-                address,
-                "@%when st.global.cs.v2.u32 [{address}], {{{a}, {b}}};",
-                reg32,
-                a = value[0],
-                b = value[1]
-            );
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store_128(self, when: bool, address: u64, value: [u32; 4]) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            store!(
-                when,
-                address,
-                "@%when st.global.cs.v4.u32 [{address}], {{{a}, {b}, {c}, {d}}};",
-                reg32,
-                a = value[0],
-                b = value[1],
-                c = value[2],
-                d = value[3]
-            );
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn count(self, address: u64) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            asm!("red.global.add.u64 [{address}], {one};", address = in(reg64) address,
-                one = in(reg64) 1u64, options(nostack));
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn lower(self, address: u64, value: u64) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            asm!("red.global.min.u64 [{address}], {value};", address = in(reg64) address,
-                value = in(reg64) value, options(nostack));
-        }
-    }
-
-    #[inline(always)]
-    fn sqrt(self, value: f32) -> f32 {
-        let result: u32;
-        // SAFETY: arithmetic only.
-        unsafe {
-            asm!("{{", ".reg .f32 %x;", "mov.b32 %x, {value};", "sqrt.rn.f32 %x, %x;", "mov.b32 {result}, %x;", "}}",
-                value = in(reg32) value.to_bits(), result = out(reg32) result, options(nomem, nostack));
-        }
-        f32::from_bits(result)
-    }
-
-    #[inline(always)]
-    fn bf16x2(self, low: f32, high: f32) -> u32 {
-        let result: u32;
-        // SAFETY: arithmetic only.
-        unsafe {
-            asm!("cvt.rn.bf16x2.f32 {result}, {high}, {low};", result = out(reg32) result,
-                high = in(reg32) high.to_bits(), low = in(reg32) low.to_bits(), options(nomem, nostack));
-        }
-        result
-    }
-
-    #[inline(always)]
-    fn f16x2(self, low: f32, high: f32) -> u32 {
-        let result: u32;
-        // SAFETY: arithmetic only.
-        unsafe {
-            asm!("cvt.rn.f16x2.f32 {result}, {high}, {low};", result = out(reg32) result,
-                high = in(reg32) high.to_bits(), low = in(reg32) low.to_bits(), options(nomem, nostack));
-        }
-        result
-    }
-
-    #[inline(always)]
-    fn f16_to_f32(self, bits: u16) -> f32 {
-        let result: u32;
-        // SAFETY: arithmetic only.
-        unsafe {
-            asm!("cvt.f32.f16 {result}, {bits};", result = out(reg32) result,
-                bits = in(reg16) bits, options(nomem, nostack));
-        }
-        f32::from_bits(result)
-    }
-
-    #[cfg(fused_kv_fp8)]
-    #[inline(always)]
-    fn e4m3x2(self, low: f32, high: f32) -> u16 {
-        let result: u16;
-        // SAFETY: arithmetic only.
-        unsafe {
-            asm!("cvt.rn.satfinite.e4m3x2.f32 {result}, {high}, {low};", result = out(reg16) result,
-                high = in(reg32) high.to_bits(), low = in(reg32) low.to_bits(), options(nomem, nostack));
-        }
-        result
-    }
-
-    #[cfg(fused_kv_fp8)]
-    #[inline(always)]
-    fn e5m2x2(self, low: f32, high: f32) -> u16 {
-        let result: u16;
-        // SAFETY: arithmetic only.
-        unsafe {
-            asm!("cvt.rn.satfinite.e5m2x2.f32 {result}, {high}, {low};", result = out(reg16) result,
-                high = in(reg32) high.to_bits(), low = in(reg32) low.to_bits(), options(nomem, nostack));
-        }
-        result
-    }
+    f32::from_bits(result)
 }
 
 macro_rules! entries {

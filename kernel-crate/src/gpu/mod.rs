@@ -5,7 +5,13 @@
 //! tests.
 
 #[cfg(all(target_arch = "nvptx64", not(feature = "rust-cuda")))]
-mod llvm;
+#[path = "llvm.rs"]
+mod generator;
+#[cfg(feature = "rust-cuda")]
+#[path = "rust_cuda.rs"]
+mod generator;
+#[cfg(target_arch = "nvptx64")]
+mod nvptx;
 
 use crate::convert;
 
