@@ -1,0 +1,254 @@
+//! One runner over all backends.
+
+use fused_kv::{Device, Error, Inputs, Output, Outputs, Plan, TensorView, TensorViewMut};
+
+use crate::case::Case;
+use crate::tensor::{Fill, Layout, Tensor};
+
+#[derive(Clone, Copy)]
+#[repr(C, align(256))]
+struct Block([u8; 256]);
+
+/// Host memory that starts at a multiple of 256 bytes, as device allocations do.
+pub struct HostMemory {
+    blocks: Vec<Block>,
+    len: usize,
+}
+
+impl HostMemory {
+    /// A copy of `bytes`.
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        let blocks = bytes
+            .chunks(256)
+            .map(|chunk| {
+                let mut block = Block([0; 256]);
+                block.0[..chunk.len()].copy_from_slice(chunk);
+                block
+            })
+            .collect();
+        Self {
+            blocks,
+            len: bytes.len(),
+        }
+    }
+
+    /// Address of the first byte, from which the memory may also be written.
+    pub fn address(&mut self) -> u64 {
+        self.blocks.as_mut_ptr() as u64
+    }
+
+    /// What it holds.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes: Vec<u8> = self.blocks.iter().flat_map(|block| block.0).collect();
+        bytes.truncate(self.len);
+        bytes
+    }
+}
+
+/// Where cases are run.
+pub enum Runner {
+    /// On the CPU backend.
+    Cpu,
+}
+
+enum Memory {
+    Host(HostMemory),
+}
+
+impl Memory {
+    fn address(&mut self) -> u64 {
+        match self {
+            Self::Host(memory) => memory.address(),
+        }
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Host(memory) => memory.to_bytes(),
+        }
+    }
+}
+
+/// A tensor's memory on a backend, with the address of its first element.
+struct Placed {
+    memory: Memory,
+    address: u64,
+}
+
+/// What a case gave.
+#[derive(Debug)]
+pub struct Outcome {
+    /// `k_out` with its memory after the run (contiguous and without guards where the plan
+    /// allocated it).
+    pub k: Tensor,
+    /// `v_out`, likewise.
+    pub v: Tensor,
+    /// What `check` returned.
+    pub check: Result<(), Error>,
+}
+
+impl Runner {
+    /// Where its tensors are.
+    pub fn device(&self) -> Device {
+        match self {
+            Self::Cpu => Device::Cpu,
+        }
+    }
+
+    fn place(&self, tensor: &Tensor) -> Placed {
+        let mut memory = match self {
+            Self::Cpu => Memory::Host(HostMemory::from_bytes(&tensor.memory)),
+        };
+        let address = memory.address() + tensor.first as u64;
+        Placed { memory, address }
+    }
+
+    fn view<'a>(&self, tensor: &Tensor, placed: &'a Placed) -> TensorView<'a> {
+        // SAFETY: the tensor's layout lies within its memory (`Tensor::filled`), of which `placed`
+        // is a copy that lives for `'a` and that only mutable views of other memory write.
+        unsafe {
+            TensorView::from_raw_parts(
+                placed.address,
+                self.device(),
+                tensor.dtype,
+                &tensor.shape,
+                &tensor.strides,
+            )
+        }
+        .expect("a view of a built tensor")
+    }
+
+    fn output<'a>(&self, tensor: Option<&Tensor>, placed: Option<&'a mut Placed>) -> Output<'a> {
+        match (tensor, placed) {
+            // SAFETY: as in `view`; `placed` is borrowed mutably for `'a`, so this is the only
+            // view of its memory.
+            (Some(tensor), Some(placed)) => Output::Into(
+                unsafe {
+                    TensorViewMut::from_raw_parts(
+                        placed.address,
+                        self.device(),
+                        tensor.dtype,
+                        &tensor.shape,
+                        &tensor.strides,
+                    )
+                }
+                .expect("a view of a built tensor"),
+            ),
+            _ => Output::Allocate,
+        }
+    }
+
+    /// Copies a contiguous tensor that a plan allocated.
+    fn fetch(&self, view: TensorView<'_>) -> Tensor {
+        let mut tensor =
+            Tensor::filled(view.dtype(), view.shape(), &Layout::default(), Fill::Canary);
+        assert_eq!(
+            tensor.strides,
+            view.strides(),
+            "allocated outputs are contiguous"
+        );
+        if tensor.is_empty() {
+            return tensor;
+        }
+        let len = tensor.len() * tensor.dtype.size();
+        match self {
+            Self::Cpu => {
+                // SAFETY: the plan lent a contiguous view of `len` bytes that live as long as it.
+                let bytes = unsafe { std::slice::from_raw_parts(view.address() as *const u8, len) };
+                tensor.scatter(bytes);
+            }
+        }
+        tensor
+    }
+
+    /// Runs a case once.
+    ///
+    /// # Errors
+    ///
+    /// What validation or the launch returned.
+    ///
+    /// # Panics
+    ///
+    /// When the memory of an input changed, or, where validation failed, that of an output.
+    pub fn run(&self, case: &Case) -> Result<Outcome, Error> {
+        self.run_times(case, 1)
+    }
+
+    /// Runs the plan of a case several times over.
+    ///
+    /// # Errors
+    ///
+    /// As [`Runner::run`].
+    pub fn run_times(&self, case: &Case, times: usize) -> Result<Outcome, Error> {
+        let sources: Vec<&Tensor> = [
+            Some(&case.kv),
+            Some(&case.k_norm_weight),
+            Some(&case.eps),
+            Some(&case.cos_sin_cache),
+            Some(&case.positions),
+            case.value_scale.as_ref(),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        let placed: Vec<Placed> = sources.iter().map(|tensor| self.place(tensor)).collect();
+        let view = |index: usize| self.view(sources[index], &placed[index]);
+        let inputs = Inputs {
+            kv: view(0),
+            k_norm_weight: view(1),
+            eps: view(2),
+            cos_sin_cache: view(3),
+            positions: view(4),
+            value_scale: (sources.len() > 5).then(|| view(5)),
+        };
+        let mut k = case.k_out.as_ref().map(|tensor| self.place(tensor));
+        let mut v = case.v_out.as_ref().map(|tensor| self.place(tensor));
+        let outputs = Outputs {
+            k: self.output(case.k_out.as_ref(), k.as_mut()),
+            v: self.output(case.v_out.as_ref(), v.as_mut()),
+        };
+        let result = Plan::new(case.config, inputs, outputs).and_then(|mut plan| {
+            for _ in 0..times {
+                plan.run()?;
+            }
+            let check = plan.check();
+            assert_eq!(plan.check(), Ok(()), "check() clears the record");
+            let allocated = (
+                case.k_out.is_none().then(|| self.fetch(plan.k())),
+                case.v_out.is_none().then(|| self.fetch(plan.v())),
+            );
+            Ok((check, allocated))
+        });
+        for (tensor, placed) in sources.iter().zip(&placed) {
+            assert!(
+                tensor.memory == placed.memory.to_bytes(),
+                "an input of shape {:?} changed in {}",
+                tensor.shape,
+                case.name
+            );
+        }
+        let after = |tensor: &Option<Tensor>, placed: &Option<Placed>| {
+            let (tensor, placed) = (tensor.as_ref()?, placed.as_ref()?);
+            Some(Tensor {
+                memory: placed.memory.to_bytes(),
+                ..tensor.clone()
+            })
+        };
+        let (k, v) = (after(&case.k_out, &k), after(&case.v_out, &v));
+        match result {
+            Ok((check, (allocated_k, allocated_v))) => Ok(Outcome {
+                k: k.or(allocated_k).expect("K is supplied or allocated"),
+                v: v.or(allocated_v).expect("V is supplied or allocated"),
+                check,
+            }),
+            Err(error) => {
+                assert!(
+                    k == case.k_out && v == case.v_out,
+                    "refused with {error:?}, yet an output was written in {}",
+                    case.name
+                );
+                Err(error)
+            }
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! A tensor of a case: its memory with canaries around and between its elements, and its layout.
+
+use fused_kv::DType;
+
+use crate::element;
+
+/// Bytes of guard before and after the elements. A multiple of every alignment that a dispatch
+/// path could look for, so that the guard does not disturb it.
+const GUARD: usize = 256;
+
+/// What the memory that is no element of the tensor holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fill {
+    /// All bits set: NaN for floats, -1 for integers. For inputs: what is read by mistake shows.
+    Ones,
+    /// Bytes that depend on their place. For outputs: what is written by mistake shows, moved
+    /// bytes too.
+    Canary,
+}
+
+impl Fill {
+    fn bytes(self, len: usize) -> Vec<u8> {
+        match self {
+            Self::Ones => vec![0xff; len],
+            Self::Canary => (0..len)
+                .map(|i| (i as u32).wrapping_mul(2_654_435_761).to_be_bytes()[0] | 1)
+                .collect(),
+        }
+    }
+}
+
+/// How a tensor lies in its memory. The default is contiguous and aligned to 256 bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// Elements by which the whole tensor is shifted from an aligned address.
+    pub offset: usize,
+    /// Bytes by which it is shifted on top; not a whole number of elements breaks their alignment.
+    pub byte_offset: usize,
+    /// Extra elements between neighbours of each axis.
+    pub pads: Vec<usize>,
+    /// Axes from the outermost in memory to the innermost; empty means in order.
+    pub order: Vec<usize>,
+    /// Axes whose stride is negative.
+    pub reversed: Vec<usize>,
+}
+
+impl Layout {
+    /// Contiguous, shifted by `offset` elements.
+    pub fn shifted(offset: usize) -> Self {
+        Self {
+            offset,
+            ..Self::default()
+        }
+    }
+
+    /// In order, with extra elements between neighbours of each axis.
+    pub fn padded(pads: &[usize]) -> Self {
+        Self {
+            pads: pads.to_vec(),
+            ..Self::default()
+        }
+    }
+}
+
+/// A tensor in host memory that a case owns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Extents.
+    pub shape: Vec<usize>,
+    /// Strides in elements.
+    pub strides: Vec<isize>,
+    /// Byte offset of element `[0, 0, ...]` in the memory.
+    pub first: usize,
+    /// The memory, guards included.
+    pub memory: Vec<u8>,
+}
+
+impl Tensor {
+    /// Memory for a tensor, all of it (the elements too) holding `fill`.
+    pub fn filled(dtype: DType, shape: &[usize], layout: &Layout, fill: Fill) -> Self {
+        let rank = shape.len();
+        let order = if layout.order.is_empty() {
+            (0..rank).collect()
+        } else {
+            layout.order.clone()
+        };
+        let mut strides = vec![0isize; rank];
+        let mut step = 1usize;
+        for &axis in order.iter().rev() {
+            step += layout.pads.get(axis).copied().unwrap_or(0);
+            strides[axis] = step as isize;
+            step *= shape[axis].max(1);
+        }
+        let mut below = 0usize;
+        for &axis in &layout.reversed {
+            below += shape[axis].saturating_sub(1) * strides[axis] as usize;
+            strides[axis] = -strides[axis];
+        }
+        let size = dtype.size();
+        let first = GUARD + (layout.offset + below) * size + layout.byte_offset;
+        let len = GUARD + (layout.offset + step) * size + layout.byte_offset + GUARD;
+        Self {
+            dtype,
+            shape: shape.to_vec(),
+            strides,
+            first,
+            memory: fill.bytes(len.next_multiple_of(GUARD)),
+        }
+    }
+
+    /// An input with these elements (contiguous bytes), anything else in its memory all ones.
+    pub fn input(dtype: DType, shape: &[usize], layout: &Layout, elements: &[u8]) -> Self {
+        let mut tensor = Self::filled(dtype, shape, layout, Fill::Ones);
+        tensor.scatter(elements);
+        tensor
+    }
+
+    /// An output: canaries everywhere.
+    pub fn output(dtype: DType, shape: &[usize], layout: &Layout) -> Self {
+        Self::filled(dtype, shape, layout, Fill::Canary)
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether there is no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Byte offset of every element, in row-major order of the indices.
+    pub fn offsets(&self) -> Vec<usize> {
+        let mut offsets = vec![self.first as isize];
+        for (&extent, &stride) in self.shape.iter().zip(&self.strides) {
+            let step = stride * self.dtype.size() as isize;
+            offsets = offsets
+                .iter()
+                .flat_map(|&offset| (0..extent as isize).map(move |i| offset + i * step))
+                .collect();
+        }
+        offsets.into_iter().map(|offset| offset as usize).collect()
+    }
+
+    /// Writes the elements, given as contiguous bytes in row-major order.
+    pub fn scatter(&mut self, elements: &[u8]) {
+        let size = self.dtype.size();
+        assert_eq!(
+            elements.len(),
+            self.len() * size,
+            "elements of {:?}",
+            self.shape
+        );
+        for (offset, element) in self.offsets().into_iter().zip(elements.chunks_exact(size)) {
+            self.memory[offset..offset + size].copy_from_slice(element);
+        }
+    }
+
+    /// The elements as contiguous bytes in row-major order.
+    pub fn gather(&self) -> Vec<u8> {
+        let size = self.dtype.size();
+        self.offsets()
+            .into_iter()
+            .flat_map(|offset| self.memory[offset..offset + size].iter().copied())
+            .collect()
+    }
+
+    /// The elements' bits in row-major order (float types).
+    pub fn bits(&self) -> Vec<u32> {
+        self.gather()
+            .chunks_exact(self.dtype.size())
+            .map(element::bits_of)
+            .collect()
+    }
+
+    /// The elements as numbers in row-major order (float types).
+    pub fn values(&self) -> Vec<f32> {
+        self.bits()
+            .into_iter()
+            .map(|bits| element::decode(self.dtype, bits))
+            .collect()
+    }
+
+    /// The elements as integers in row-major order (index types).
+    pub fn indices(&self) -> Vec<i64> {
+        element::decode_index(self.dtype, &self.gather())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_layout_keeps_the_elements_apart() {
+        let layout = Layout {
+            offset: 3,
+            byte_offset: 1,
+            pads: vec![5, 2, 1],
+            order: vec![2, 0, 1],
+            reversed: vec![0, 2],
+        };
+        let elements: Vec<u8> = (0..2 * 3 * 4 * 2).collect();
+        let tensor = Tensor::input(DType::Bf16, &[2, 3, 4], &layout, &elements);
+        assert_eq!(tensor.gather(), elements);
+        let mut offsets = tensor.offsets();
+        offsets.sort_unstable();
+        assert!(offsets.windows(2).all(|pair| pair[1] - pair[0] >= 2));
+        assert!(offsets[0] >= GUARD);
+        assert!(offsets[offsets.len() - 1] + 2 + GUARD <= tensor.memory.len());
+    }
+}
