@@ -40,7 +40,7 @@ pub fn sum_of_squares(x: &[f32]) -> f32 {
     while count > 1 {
         count /= 2;
         for i in 0..count {
-            sums[i] = sums[i] + sums[i + count];
+            sums[i] += sums[i + count];
         }
     }
     sums[0]
@@ -84,7 +84,7 @@ pub fn compute(case: &Case) -> Reference {
                 for i in 0..dim {
                     let mut w = weight[layer * dim + i];
                     if case.config.norm_weight == NormWeight::Offset {
-                        w = 1.0f32 + w;
+                        w += 1.0f32;
                     }
                     let scaled = row[i] * inv;
                     row[i] = scaled * w;

@@ -86,6 +86,7 @@ impl Tensor {
         } else {
             layout.order.clone()
         };
+        assert_eq!(order.len(), rank, "the order of every axis");
         let mut strides = vec![0isize; rank];
         let mut step = 1usize;
         for &axis in order.iter().rev() {

@@ -779,7 +779,7 @@ mod layout {
     fn slices_of_larger_buffers() {
         for dtype in FLOATS {
             for style in STYLES {
-                for (order, value_scale) in [(vec![], false), (vec![1, 0, 2], true)] {
+                for (order, value_scale) in [(vec![], false), (vec![1, 0, 2, 3], true)] {
                     check(&Spec {
                         tokens: 6,
                         style,
