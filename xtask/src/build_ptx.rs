@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
+use crate::doctor;
 use crate::flags::{BuildPtx, Codegen};
 use crate::manifest::{self, Manifest};
 use crate::project::{self, Project};
@@ -164,25 +165,12 @@ fn llvm(project: &Project, toolchain: &Toolchain, tiers: &[&Tier]) -> Result<Bui
 }
 
 fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<String> {
-    let build = project.target.join("ptx/build-llvm");
-    // A package of its own: in the workspace, the features that host crates ask of common
-    // dependencies (`std`) would reach the device, and on its own the device crate asks for the
-    // git dependency of the other code generator.
-    let package = project.root.join("kernel-crate");
-    project::write(
-        &build.join("Cargo.toml"),
-        standalone(
-            &project::read(&package.join("Cargo.toml"))?,
-            &package.join("src/lib.rs"),
-        )?,
-    )?;
-    project::write(
-        &build.join("Cargo.lock"),
-        project::read(&project.root.join("Cargo.lock"))?,
-    )?;
+    let manifest = stage(project)?;
+    let build = manifest.parent().context("a file lies in a folder")?;
     // The back end's text is a by-product that cargo does not track, so the crate is compiled
     // afresh for each tier; the core library is not.
-    let deps = build.join("target").join(TRIPLE).join("release/deps");
+    let deps = build
+        .join("target").join(TRIPLE).join("release/deps");
     if deps.is_dir() {
         for path in crate_files(&deps, "")? {
             std::fs::remove_file(&path).with_context(|| path.display().to_string())?;
@@ -192,7 +180,7 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
     // settings whatever the profiles say, and no paths.
     let mut cargo = project.in_toolchain("cargo", Some(&toolchain.name));
     cargo
-        .current_dir(&build)
+        .current_dir(build)
         // -Zbuild-std and the nvptx intrinsics are unstable; the compiler is pinned.
         .env("RUSTC_BOOTSTRAP", "1")
         .args(["rustc", "--quiet", "--release", "--lib"])
@@ -205,7 +193,7 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
         .arg(format!("target-cpu={}", tier.name))
         .arg("-C")
         .arg(format!("target-feature=+ptx{}", tier.ptx_version));
-    for (from, to) in [(&toolchain.rust_src(), "/rust"), (&package, "kernel-crate")] {
+    for (from, to) in [(&toolchain.rust_src(), "/rust"), (&package(project), "kernel-crate")] {
         cargo.arg(format!("--remap-path-prefix={}={to}", from.display()));
     }
     if tier.fp8 {
@@ -219,8 +207,32 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
     }
 }
 
+/// The device crate's folder.
+fn package(project: &Project) -> PathBuf {
+    project.root.join("kernel-crate")
+}
+
+/// Makes the device crate a package of its own in the target directory, with the workspace's locked
+/// versions; returns its Cargo.toml.
+///
+/// In the workspace, the features that host crates ask of common dependencies (`std`) would reach
+/// the device; in its own folder, the device crate asks for the git dependency and the toolchain of
+/// the other code generator.
+pub fn stage(project: &Project) -> Result<PathBuf> {
+    let package = package(project);
+    let folder = project.target.join("ptx/build-llvm");
+    let manifest = folder.join("Cargo.toml");
+    project::write(
+        &manifest,
+        standalone(&project::read(&package.join("Cargo.toml"))?, &package)?,
+    )?;
+    let lock = project::read(&project.root.join("Cargo.lock"))?;
+    project::write(&folder.join("Cargo.lock"), lock)?;
+    Ok(manifest)
+}
+
 /// The device crate's Cargo.toml for a build elsewhere and on its own, without what comes by git.
-fn standalone(manifest: &str, lib: &Path) -> Result<String> {
+fn standalone(manifest: &str, package: &Path) -> Result<String> {
     let mut manifest: toml::Table = manifest.parse().context("kernel-crate/Cargo.toml")?;
     let mut dropped: Vec<String> = Vec::new();
     if let Some(toml::Value::Table(dependencies)) = manifest.get_mut("dependencies") {
@@ -247,11 +259,22 @@ fn standalone(manifest: &str, lib: &Path) -> Result<String> {
         }
     }
     if let Some(toml::Value::Table(section)) = manifest.get_mut("lib") {
-        section.insert("path".into(), lib.display().to_string().into());
+        let path = package.join("src/lib.rs");
+        section.insert("path".into(), path.display().to_string().into());
     } else {
         bail!("kernel-crate/Cargo.toml has no section [lib]");
     }
-    manifest.remove("dev-dependencies");
+    let tests = std::fs::read_dir(package.join("tests"));
+    let tests = tests.into_iter().flatten().filter_map(|entry| {
+        let path = entry.ok()?.path();
+        let name = path.file_name()?.to_str()?.strip_suffix(".rs")?;
+        let mut section = toml::Table::new();
+        section.insert("name".into(), name.into());
+        section.insert("path".into(), path.display().to_string().into());
+        Some(toml::Value::Table(section))
+    });
+    let tests: Vec<_> = tests.collect();
+    manifest.insert("test".into(), tests.into());
     manifest.insert("workspace".into(), toml::Table::new().into());
     Ok(toml::to_string(&manifest)?)
 }
@@ -274,6 +297,7 @@ fn crate_files(deps: &Path, extension: &str) -> Result<Vec<PathBuf>> {
 
 /// cuda_builder, in the device crate's own toolchain.
 fn rust_cuda(project: &Project, tiers: &[&Tier]) -> Result<Built> {
+    doctor::require_rust_cuda(project)?;
     let builder = project.root.join("kernel-crate/ptx-builder");
     let made = project.target.join("ptx/build-rust-cuda");
     project::remove_dir(&made)?;
@@ -281,9 +305,7 @@ fn rust_cuda(project: &Project, tiers: &[&Tier]) -> Result<Built> {
     let mut cargo = project.in_toolchain("cargo", None);
     cargo
         .current_dir(&builder)
-        .args(["run", "--release", "--target-dir"])
-        .arg(project.target.join("ptx-builder"))
-        .args(["--", "--out"])
+        .args(["run", "--locked", "--", "--out"])
         .arg(&made);
     for tier in tiers {
         cargo.args(["--tier", tier.name]);
@@ -396,12 +418,16 @@ glam = { version = "0.30", optional = true }
 [dev-dependencies]
 proptest = "1"
 "#;
-        let made = standalone(text, Path::new("/device/src/lib.rs")).unwrap();
+        let package = tempfile::tempdir().unwrap();
+        project::write(&package.path().join("tests/some.rs"), "").unwrap();
+        let made = standalone(text, package.path()).unwrap();
         let made: toml::Table = made.parse().unwrap();
         let dependencies: Vec<_> = made["dependencies"].as_table().unwrap().keys().collect();
         assert_eq!(dependencies, ["half"]);
         assert_eq!(made["features"]["rust-cuda"].as_array().unwrap().len(), 1);
-        assert_eq!(made["lib"]["path"].as_str(), Some("/device/src/lib.rs"));
-        assert!(made.contains_key("workspace") && !made.contains_key("dev-dependencies"));
+        let path = package.path().join("src/lib.rs");
+        assert_eq!(made["lib"]["path"].as_str(), path.to_str());
+        assert_eq!(made["test"][0]["name"].as_str(), Some("some"));
+        assert!(made.contains_key("workspace") && made.contains_key("dev-dependencies"));
     }
 }

@@ -23,6 +23,19 @@ pub enum Command {
     BuildPtx(BuildPtx),
     /// Put the GPU tests and programs into one folder that runs without Rust
     GpuBundle(GpuBundle),
+    /// Assemble the PTX with ptxas: registers, spills, stack and shared memory of each kernel
+    ///
+    /// Fails on spills, a stack, local memory, and kernels that the manifest does not list.
+    PtxReport(PtxReport),
+    /// Compare two PTX files, or two folders of them, kernel by kernel
+    ///
+    /// Fails where kernels or parameters differ, where a 16-byte access of one is none in the
+    /// other, and on any access through the generic space.
+    PtxCompare(PtxCompare),
+    /// Look for what the roads to PTX need, and tell how to mend what is missing
+    Doctor(Doctor),
+    /// Run all checks: format, tests, clippy, documentation, the committed PTX
+    Ci(Ci),
     /// Make a stand-in for a CUDA toolkit, enough to link the feature `cuda`
     StubCuda,
 }
@@ -59,4 +72,50 @@ pub struct GpuBundle {
     /// Folder to write [default: target/gpu-bundle]
     #[arg(long)]
     pub out: Option<PathBuf>,
+}
+
+/// `ptx-report`.
+#[derive(Debug, Args)]
+pub struct PtxReport {
+    /// PTX files or folders [default: host-crate/ptx]
+    pub ptx: Vec<PathBuf>,
+    /// Install ptxas from PyPI into the target directory when there is none
+    #[arg(long)]
+    pub install: bool,
+}
+
+/// `ptx-compare`.
+#[derive(Debug, Args)]
+pub struct PtxCompare {
+    /// PTX file or folder
+    pub a: PathBuf,
+    /// PTX file or folder to compare with
+    pub b: PathBuf,
+}
+
+/// Roads to PTX.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Road {
+    /// rustc's own NVPTX back end
+    Llvm,
+    /// cuda_builder and NVIDIA's libNVVM
+    RustCuda,
+    /// Both
+    All,
+}
+
+/// `doctor`.
+#[derive(Debug, Args)]
+pub struct Doctor {
+    /// Code generator to look at
+    #[arg(long, value_enum, default_value_t = Road::All)]
+    pub codegen: Road,
+}
+
+/// `ci`.
+#[derive(Debug, Args)]
+pub struct Ci {
+    /// Install ptxas from PyPI into the target directory when there is none
+    #[arg(long)]
+    pub install: bool,
 }

@@ -3,11 +3,17 @@
 //! One module a command; the command lines of all of them are in [`flags`].
 
 mod build_ptx;
+mod ci;
+mod doctor;
+mod env;
 mod flags;
 mod gpu_bundle;
 mod manifest;
 mod project;
 mod ptx;
+mod ptx_compare;
+mod ptx_report;
+mod ptxas;
 mod stub_cuda;
 mod tiers;
 
@@ -21,6 +27,10 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::BuildPtx(flags) => build_ptx::run(&project, &flags),
         Command::GpuBundle(flags) => gpu_bundle::run(&project, &flags),
+        Command::PtxReport(flags) => ptx_report::run(&project, &flags),
+        Command::PtxCompare(flags) => ptx_compare::run(&project, &flags),
+        Command::Doctor(flags) => doctor::run(&project, &flags),
+        Command::Ci(flags) => ci::run(&project, &flags),
         Command::StubCuda => stub_cuda::run(&project),
     };
     match result {
