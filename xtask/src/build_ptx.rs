@@ -169,8 +169,7 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
     let build = manifest.parent().context("a file lies in a folder")?;
     // The back end's text is a by-product that cargo does not track, so the crate is compiled
     // afresh for each tier; the core library is not.
-    let deps = build
-        .join("target").join(TRIPLE).join("release/deps");
+    let deps = build.join("target").join(TRIPLE).join("release/deps");
     if deps.is_dir() {
         for path in crate_files(&deps, "")? {
             std::fs::remove_file(&path).with_context(|| path.display().to_string())?;
@@ -193,7 +192,10 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
         .arg(format!("target-cpu={}", tier.name))
         .arg("-C")
         .arg(format!("target-feature=+ptx{}", tier.ptx_version));
-    for (from, to) in [(&toolchain.rust_src(), "/rust"), (&package(project), "kernel-crate")] {
+    for (from, to) in [
+        (&toolchain.rust_src(), "/rust"),
+        (&package(project), "kernel-crate"),
+    ] {
         cargo.arg(format!("--remap-path-prefix={}={to}", from.display()));
     }
     if tier.fp8 {

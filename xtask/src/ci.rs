@@ -19,7 +19,11 @@ pub fn run(project: &Project, flags: &flags::Ci) -> Result<()> {
     let mut summary = Vec::new();
     let device = build_ptx::stage(project)?.display().to_string();
     for step in steps(project, &stub, &device) {
-        println!("\n== {}\n   {}", step.name, project::show_command(&step.command));
+        println!(
+            "\n== {}\n   {}",
+            step.name,
+            project::show_command(&step.command)
+        );
         let start = Instant::now();
         let mut command = step.command;
         let passed = match command.status() {
@@ -94,7 +98,10 @@ fn steps(project: &Project, stub: &Path, device: &str) -> Vec<Step> {
     vec![
         format("format", "Cargo.toml"),
         format("format of kernel-crate", "kernel-crate/Cargo.toml"),
-        format("format of ptx-builder", "kernel-crate/ptx-builder/Cargo.toml"),
+        format(
+            "format of ptx-builder",
+            "kernel-crate/ptx-builder/Cargo.toml",
+        ),
         // README's command.
         cargo("tests", &["test", "--workspace"]),
         cargo(
@@ -103,7 +110,11 @@ fn steps(project: &Project, stub: &Path, device: &str) -> Vec<Step> {
         ),
         cuda(cargo(
             "tests with cuda, no device",
-            &[&["test", "--features", CUDA, "--lib", "--test", "gpu"], &packages[..]].concat(),
+            &[
+                &["test", "--features", CUDA, "--lib", "--test", "gpu"],
+                &packages[..],
+            ]
+            .concat(),
         )),
         cargo("clippy", &[&clippy[..], &deny].concat()),
         cuda(cargo(

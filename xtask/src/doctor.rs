@@ -106,7 +106,11 @@ impl std::fmt::Display for Finding {
         match &self.state {
             Ok(found) => write!(f, "  found    {}: {found}", self.piece),
             Err(wrong) => {
-                let word = if self.optional { "optional" } else { "MISSING " };
+                let word = if self.optional {
+                    "optional"
+                } else {
+                    "MISSING "
+                };
                 write!(f, "  {word} {}: {wrong}", self.piece)?;
                 for place in &self.looked {
                     write!(f, "\n             looked at {place}")?;
@@ -199,9 +203,7 @@ struct DeviceToolchain {
 impl DeviceToolchain {
     fn load(project: &Project) -> Result<Self> {
         let path = project.root.join("kernel-crate/rust-toolchain.toml");
-        let file: toml::Table = project::read(&path)?
-            .parse()
-            .with_context(|| show(&path))?;
+        let file: toml::Table = project::read(&path)?.parse().with_context(|| show(&path))?;
         let section = file.get("toolchain").context("no [toolchain]")?;
         let channel = section.get("channel").and_then(toml::Value::as_str);
         let components = section.get("components").and_then(toml::Value::as_array);
@@ -231,11 +233,7 @@ fn rust_cuda(env: &dyn Env, wanted: &DeviceToolchain) -> Vec<Finding> {
 }
 
 /// rustc-dev and llvm-tools, told by a file of each.
-fn compiler_parts(
-    env: &dyn Env,
-    wanted: &DeviceToolchain,
-    sysroot: Option<&Path>,
-) -> Vec<Finding> {
+fn compiler_parts(env: &dyn Env, wanted: &DeviceToolchain, sysroot: Option<&Path>) -> Vec<Finding> {
     let channel = &wanted.channel;
     let host = sysroot
         .and_then(|_| env.output("rustc", &["-vV"], Some(channel)))
@@ -377,7 +375,10 @@ fn cuda(env: &dyn Env) -> Vec<Finding> {
     findings.push(Finding::new(
         "libNVVM in the library path",
         state,
-        &[format!("LD_LIBRARY_PATH={search}"), "ldconfig -p".to_owned()],
+        &[
+            format!("LD_LIBRARY_PATH={search}"),
+            "ldconfig -p".to_owned(),
+        ],
         &format!(
             "export LD_LIBRARY_PATH={}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}",
             show(&folder)
@@ -388,7 +389,12 @@ fn cuda(env: &dyn Env) -> Vec<Finding> {
 
 /// libclang, which bindgen loads.
 fn libclang(env: &dyn Env) -> Finding {
-    let is_library = |name: &str| name.starts_with("libclang") && name.contains(".so");
+    // `libclang.so`, `libclang-18.so.1`; not `libclang-cpp.so`, another interface.
+    let is_library = |name: &str| {
+        let rest = name.strip_prefix("libclang").unwrap_or_default();
+        let rest = rest.trim_start_matches(|c: char| c == '-' || c == '.' || c.is_ascii_digit());
+        rest.starts_with("so") || name.starts_with("libclang.so")
+    };
     let mut looked = Vec::new();
     let mut folders = Vec::new();
     match env.var("LIBCLANG_PATH") {
@@ -419,7 +425,12 @@ fn libclang(env: &dyn Env) -> Finding {
         Some(show(&folder.join(name)))
     });
     let mend = "apt-get install libclang-dev, or set LIBCLANG_PATH to the folder of libclang.so";
-    Finding::new("libclang", found.ok_or("not found".to_owned()), &looked, mend)
+    Finding::new(
+        "libclang",
+        found.ok_or("not found".to_owned()),
+        &looked,
+        mend,
+    )
 }
 
 /// A C++ compiler, for the code generator's wrapper of LLVM.
@@ -445,7 +456,9 @@ mod tests {
     fn wanted() -> DeviceToolchain {
         DeviceToolchain {
             channel: NIGHTLY.into(),
-            components: ["rust-src", "rustc-dev", "llvm-tools"].map(Into::into).into(),
+            components: ["rust-src", "rustc-dev", "llvm-tools"]
+                .map(Into::into)
+                .into(),
         }
     }
 
@@ -453,7 +466,10 @@ mod tests {
     fn complete() -> Fake {
         let host = "/rust/lib/rustlib/x86_64-unknown-linux-gnu";
         Fake::default()
-            .output("rustc +1.95.0 --version", "rustc 1.95.0 (59807616e 2026-04-14)")
+            .output(
+                "rustc +1.95.0 --version",
+                "rustc 1.95.0 (59807616e 2026-04-14)",
+            )
             .output("rustc +1.95.0 --print sysroot", "/stable")
             .file("/stable/lib/rustlib/src/rust/library/core/src/lib.rs", "")
             .output(
@@ -646,14 +662,20 @@ mod tests {
 
     #[test]
     fn the_variables_come_before_the_usual_places() {
-        let mut env = complete().file("/opt/llvm/libclang.so", "");
-        env.files.remove(Path::new("/usr/lib/llvm-18/lib/libclang-18.so.1"));
+        let mut env = complete()
+            .file("/opt/llvm/libclang.so", "")
+            .file("/usr/lib/libclang-cpp.so.18", "");
+        env.files
+            .remove(Path::new("/usr/lib/llvm-18/lib/libclang-18.so.1"));
         for value in ["/opt/llvm", "/opt/llvm/libclang.so"] {
             assert_eq!(faults(&env.clone().var("LIBCLANG_PATH", value)), [""; 0]);
         }
         let mut env = complete().output("llvm-config --version", "7.0.1");
         env.vars.remove("LLVM_CONFIG");
-        let env = env.output("llvm-config --components", "ipo bitreader bitwriter lto nvptx");
+        let env = env.output(
+            "llvm-config --components",
+            "ipo bitreader bitwriter lto nvptx",
+        );
         assert_eq!(faults(&env), [""; 0]);
     }
 

@@ -17,12 +17,18 @@ pub fn run(project: &Project, flags: &flags::PtxCompare) -> Result<()> {
     let env = Machine { project };
     let ptxas = ptxas::find(project, &env);
     if ptxas.is_none() {
-        println!("no ptxas: registers and spills are not compared ({})", ptxas::MEND);
+        println!(
+            "no ptxas: registers and spills are not compared ({})",
+            ptxas::MEND
+        );
     }
     let mut faults = Vec::new();
     for (a, b) in pairs(&flags.a, &flags.b)? {
         println!("A {}\nB {}", a.display(), b.display());
-        let sides = [Side::load(&a, ptxas.as_deref())?, Side::load(&b, ptxas.as_deref())?];
+        let sides = [
+            Side::load(&a, ptxas.as_deref())?,
+            Side::load(&b, ptxas.as_deref())?,
+        ];
         let comparison = Comparison::of(&sides);
         for line in &comparison.lines {
             println!("{line}");
@@ -31,9 +37,14 @@ pub fn run(project: &Project, flags: &flags::PtxCompare) -> Result<()> {
         faults.extend(comparison.faults);
     }
     if !faults.is_empty() {
-        bail!("the two are not the same kernels:\n  {}", faults.join("\n  "));
+        bail!(
+            "the two are not the same kernels:\n  {}",
+            faults.join("\n  ")
+        );
     }
-    println!("the same kernels, parameters and 16-byte accesses; nothing through the generic space");
+    println!(
+        "the same kernels, parameters and 16-byte accesses; nothing through the generic space"
+    );
     Ok(())
 }
 
@@ -107,7 +118,10 @@ impl Comparison {
                 a.ptx.target, b.ptx.target
             ));
         }
-        let names: BTreeSet<_> = sides.iter().flat_map(|side| side.ptx.entry_names()).collect();
+        let names: BTreeSet<_> = sides
+            .iter()
+            .flat_map(|side| side.ptx.entry_names())
+            .collect();
         for name in &names {
             made.lines.push(name.clone());
             match (a.entry(name), b.entry(name)) {
@@ -260,7 +274,10 @@ mod tests {
     fn accesses_are_read_by_width_and_space() {
         let read = |text| access(text).map(|access| access.to_string());
         let cases = [
-            ("ld.global.L1::no_allocate.v4.u32 {a, b, c, d}, [e]", "ld global 16 B"),
+            (
+                "ld.global.L1::no_allocate.v4.u32 {a, b, c, d}, [e]",
+                "ld global 16 B",
+            ),
             ("st.global.cs.v2.b64 [a], {b, c}", "st global 16 B"),
             ("ld.global.nc.b16 a, [b]", "ld global 2 B"),
             ("ld.v4.b32 {a, b, c, d}, [e]", "ld generic 16 B"),

@@ -12,7 +12,8 @@ use crate::project::{self, Project};
 pub const PACKAGE: &str = "nvidia-cuda-nvcc==13.0.88";
 
 /// What to do where ptxas is missing.
-pub const MEND: &str = "cargo xtask ptx-report --install (PyPI), or install a CUDA toolkit and set CUDA_PATH";
+pub const MEND: &str =
+    "cargo xtask ptx-report --install (PyPI), or install a CUDA toolkit and set CUDA_PATH";
 
 /// Folder of what `--install` brings.
 fn tools(project: &Project) -> PathBuf {
@@ -28,7 +29,10 @@ pub fn candidates(project: &Project, env: &dyn Env) -> Vec<PathBuf> {
     found.extend(roots.map(|root| root.join("bin/ptxas")));
     let mut packages = vec![tools(project)];
     let site = "import sysconfig; print(sysconfig.get_paths()['purelib'])";
-    packages.extend(env.output("python3", &["-c", site], None).map(PathBuf::from));
+    packages.extend(
+        env.output("python3", &["-c", site], None)
+            .map(PathBuf::from),
+    );
     for folder in packages {
         found.extend(IN_PACKAGE.map(|path| folder.join(path)));
     }
