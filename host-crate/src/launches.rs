@@ -12,7 +12,7 @@ use crate::{DType, Error, NormWeight, RopeStyle};
 pub struct Dispatch {
     /// The path; `None` for the fastest that can serve the job.
     pub path: Option<Path>,
-    /// Threads of a block, a multiple of 32 from 32 to 1024; `None` for the library's choice.
+    /// Threads of a block, a multiple of 64 from 64 to 1024; `None` for the library's choice.
     pub threads: Option<u32>,
     /// The most tokens that one launch takes (a job with more takes several); `None` for the
     /// largest number that a launch can index.
@@ -109,10 +109,10 @@ pub(crate) fn launches(
         return Ok(Vec::new());
     }
     let threads = dispatch.threads;
-    if threads.is_some_and(|threads| threads % 32 != 0 || !(32..=1024).contains(&threads)) {
+    if threads.is_some_and(|threads| threads % 64 != 0 || !(64..=1024).contains(&threads)) {
         return Err(Error::Path {
             path: path.name(),
-            reason: "a block has a multiple of 32 threads, 32 to 1024",
+            reason: "a block has a multiple of 64 threads, 64 to 1024",
         });
     }
     let launch = facts.launch(path, tokens as u64 * layers as u64, threads);
@@ -163,8 +163,6 @@ pub(crate) fn launches(
             )
             | flag(problem.positions.dtype == DType::I64, flags::POSITIONS_I64),
         lane_shift: 0,
-        rotated: 0,
-        rest: 0,
         page_shift: 0,
         row_divisor: Default::default(),
         page_divisor: Default::default(),

@@ -227,8 +227,6 @@ fn check(case: &Case, threads: Option<u32>) -> usize {
                 | flag(case.interleaved, flags::INTERLEAVED)
                 | flag(case.offset, flags::OFFSET_WEIGHT),
             lane_shift: 0,
-            rotated: 0,
-            rest: 0,
             page_shift: 0,
             row_divisor: Default::default(),
             page_divisor: Default::default(),
@@ -393,7 +391,7 @@ fn geometries_that_are_known_to_break_kernels() {
             };
             let served = check(&case, None);
             let vector = head_dim % 8 == 0
-                && head_dim <= 512
+                && head_dim <= 256
                 && rotary_dim % if interleaved { 8 } else { 16 } == 0;
             assert_eq!(
                 served,
@@ -431,7 +429,7 @@ fn random_cases() {
             shift: random.pick(&[0, 0, 0, 1, 2, 4]),
             seed,
         };
-        let threads = random.pick(&[None, Some(32), Some(96)]);
+        let threads = random.pick(&[None, Some(64), Some(192)]);
         assert!(check(&case, threads) > 0);
     }
 }

@@ -1,8 +1,8 @@
 //! What is measured.
 
+use fused_kv::cuda::DeviceMemory;
 use fused_kv::{Config, DType, Device, Dispatch, Inputs, NormWeight, Output, Outputs, Path, Plan};
 use fused_kv::{RopeStyle, TensorView, TensorViewMut};
-use fused_kv::cuda::DeviceMemory;
 use serde::Serialize;
 
 use crate::gpu::{Gpu, Result};
@@ -39,7 +39,10 @@ pub struct Case {
     pub threads: Option<u32>,
 }
 
-fn text<S: serde::Serializer>(dtype: &DType, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+fn text<S: serde::Serializer>(
+    dtype: &DType,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
     serializer.serialize_str(dtype.name())
 }
 
@@ -140,7 +143,9 @@ impl Memory {
             positions.extend(rng.i64(0..TABLE_ROWS as i64).to_le_bytes());
         }
         let elements = |count: usize, dtype: DType| floats(dtype, count * dtype.size());
-        let eps: Vec<u8> = (0..case.layers).flat_map(|_| 1e-6f32.to_le_bytes()).collect();
+        let eps: Vec<u8> = (0..case.layers)
+            .flat_map(|_| 1e-6f32.to_le_bytes())
+            .collect();
         Ok(Self {
             weight: DeviceMemory::from_bytes(
                 &gpu.context,
@@ -165,18 +170,19 @@ impl Memory {
         let (l, h, d) = (case.layers, case.heads, case.head_dim);
         let device = Device::Cuda(0);
         let shift = (case.shift * case.dtype.size()) as u64;
-        let view = |memory: &DeviceMemory, offset: u64, dtype, shape: &[usize], strides: &[isize]| {
-            // SAFETY: the memory covers the view and lives for `'a`.
-            unsafe {
-                TensorView::<'a>::from_raw_parts(
-                    memory.address() + offset,
-                    device,
-                    dtype,
-                    shape,
-                    strides,
-                )
-            }
-        };
+        let view =
+            |memory: &DeviceMemory, offset: u64, dtype, shape: &[usize], strides: &[isize]| {
+                // SAFETY: the memory covers the view and lives for `'a`.
+                unsafe {
+                    TensorView::<'a>::from_raw_parts(
+                        memory.address() + offset,
+                        device,
+                        dtype,
+                        shape,
+                        strides,
+                    )
+                }
+            };
         let inputs = Inputs {
             kv: view(
                 &self.kv,
@@ -198,8 +204,12 @@ impl Memory {
             value_scale: None,
         };
         let shape = [l, case.tokens, h, d];
-        let strides =
-            [(case.capacity() * h * d) as isize, (h * d) as isize, d as isize, 1];
+        let strides = [
+            (case.capacity() * h * d) as isize,
+            (h * d) as isize,
+            d as isize,
+            1,
+        ];
         let output = |half: usize| {
             let address = self.out.address() + ((2 * set + half) * self.out_step) as u64 + shift;
             // SAFETY: as above, and each set is written through its own view only.
@@ -211,11 +221,17 @@ impl Memory {
             num_kv_heads: h,
             head_dim: d,
             rotary_dim: case.rotary_dim,
-            rope_style: if case.interleaved { RopeStyle::Interleaved } else { RopeStyle::Neox },
+            rope_style: if case.interleaved {
+                RopeStyle::Interleaved
+            } else {
+                RopeStyle::Neox
+            },
             norm_weight: NormWeight::Plain,
         };
-        let outputs =
-            Outputs { k: Output::Into(output(0)?), v: Output::Into(output(1)?) };
+        let outputs = Outputs {
+            k: Output::Into(output(0)?),
+            v: Output::Into(output(1)?),
+        };
         let mut plan = Plan::new(config, inputs, outputs)?;
         if case.path.is_some() || case.threads.is_some() {
             plan.dispatch(Dispatch {

@@ -68,7 +68,9 @@ impl Gpu {
     /// Waits for the stream.
     pub fn wait(&self) -> Result<()> {
         // SAFETY: the stream is live.
-        ok("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
+        ok("cuStreamSynchronize", unsafe {
+            sys::cuStreamSynchronize(self.stream)
+        })
     }
 
     /// Captures what `enqueue` enqueues to the stream.
@@ -78,9 +80,15 @@ impl Gpu {
         let mut exec = ptr::null_mut();
         // SAFETY: the stream is live; the handles are written before they are used.
         unsafe {
-            ok("cuStreamBeginCapture", sys::cuStreamBeginCapture_v2(self.stream, mode))?;
+            ok(
+                "cuStreamBeginCapture",
+                sys::cuStreamBeginCapture_v2(self.stream, mode),
+            )?;
             let enqueued = enqueue();
-            ok("cuStreamEndCapture", sys::cuStreamEndCapture(self.stream, &mut graph))?;
+            ok(
+                "cuStreamEndCapture",
+                sys::cuStreamEndCapture(self.stream, &mut graph),
+            )?;
             enqueued?;
             let code = sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0);
             sys::cuGraphDestroy(graph);
@@ -128,7 +136,10 @@ impl Gpu {
             while done < bytes {
                 let step = done.min(bytes - done);
                 let to = memory.address() + done as u64;
-                ok("cuMemcpyDtoD", sys::cuMemcpyDtoD_v2(to, memory.address(), step))?;
+                ok(
+                    "cuMemcpyDtoD",
+                    sys::cuMemcpyDtoD_v2(to, memory.address(), step),
+                )?;
                 done += step;
             }
         }
@@ -189,7 +200,10 @@ impl CopyKernel {
         let mut function = ptr::null_mut();
         // SAFETY: a context is current and the image is a C string; the module stays loaded.
         unsafe {
-            ok("cuModuleLoadData", sys::cuModuleLoadData(&mut module, text.as_ptr().cast()))?;
+            ok(
+                "cuModuleLoadData",
+                sys::cuModuleLoadData(&mut module, text.as_ptr().cast()),
+            )?;
             let code = sys::cuModuleGetFunction(&mut function, module, c"copy".as_ptr());
             ok("cuModuleGetFunction", code)?;
         }

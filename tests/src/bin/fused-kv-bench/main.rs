@@ -68,8 +68,16 @@ struct Spread {
 impl Spread {
     fn new(mut times: Vec<f64>, launches: usize) -> Self {
         times.sort_by(f64::total_cmp);
-        let at = |index: usize| times.get(index).map_or(f64::NAN, |time| time / launches as f64);
-        Self { median: at(times.len() / 2), min: at(0), max: at(times.len().saturating_sub(1)) }
+        let at = |index: usize| {
+            times
+                .get(index)
+                .map_or(f64::NAN, |time| time / launches as f64)
+        };
+        Self {
+            median: at(times.len() / 2),
+            min: at(0),
+            max: at(times.len().saturating_sub(1)),
+        }
     }
 }
 
@@ -132,7 +140,10 @@ fn measure(gpu: &Gpu, copy_kernel: &CopyKernel, case: &Case) -> Result<Figure> {
 
 /// Microseconds of host time for one run of a plan, without a graph.
 fn host_cost(gpu: &Gpu) -> Result<f64> {
-    let case = Case { tokens: 1, ..Case::default() };
+    let case = Case {
+        tokens: 1,
+        ..Case::default()
+    };
     let memory = Memory::new(gpu, &case, 0, 1)?;
     let mut plan = memory.plan(&case, 0)?;
     let mut batches = Vec::new();
@@ -151,39 +162,122 @@ fn host_cost(gpu: &Gpu) -> Result<f64> {
 
 fn cases() -> Vec<Case> {
     let mut cases: Vec<Case> = [1, 16, 128, 512, 2048, 8192, 32_768]
-        .map(|tokens| Case { tokens, ..Case::default() })
+        .map(|tokens| Case {
+            tokens,
+            ..Case::default()
+        })
         .into();
-    let geometry = |name: &str, case: Case| Case { group: "geometry", name: name.into(), ..case };
+    let geometry = |name: &str, case: Case| Case {
+        group: "geometry",
+        name: name.into(),
+        ..case
+    };
     let base = Case::default;
     for dim in [64, 96, 192, 256] {
         let name = format!("D = R = {dim}");
-        cases.push(geometry(&name, Case { head_dim: dim, rotary_dim: dim, ..base() }));
+        cases.push(geometry(
+            &name,
+            Case {
+                head_dim: dim,
+                rotary_dim: dim,
+                ..base()
+            },
+        ));
     }
     for dim in [64, 96, 128, 192, 256] {
         let name = format!("D = {dim}, R = D/2");
-        cases.push(geometry(&name, Case { head_dim: dim, rotary_dim: dim / 2, ..base() }));
+        cases.push(geometry(
+            &name,
+            Case {
+                head_dim: dim,
+                rotary_dim: dim / 2,
+                ..base()
+            },
+        ));
     }
-    let f16 = Case { dtype: DType::F16, table: DType::F16, weight: DType::F16, ..base() };
+    let f16 = Case {
+        dtype: DType::F16,
+        table: DType::F16,
+        weight: DType::F16,
+        ..base()
+    };
     cases.push(geometry("f16", f16));
-    let f32 = Case { dtype: DType::F32, table: DType::F32, weight: DType::F32, ..base() };
+    let f32 = Case {
+        dtype: DType::F32,
+        table: DType::F32,
+        weight: DType::F32,
+        ..base()
+    };
     cases.push(geometry("f32", f32));
-    let mixed = Case { table: DType::F32, weight: DType::F32, ..base() };
+    let mixed = Case {
+        table: DType::F32,
+        weight: DType::F32,
+        ..base()
+    };
     cases.push(geometry("f32 table and weights", mixed));
-    cases.push(geometry("f32 table", Case { table: DType::F32, ..base() }));
+    cases.push(geometry(
+        "f32 table",
+        Case {
+            table: DType::F32,
+            ..base()
+        },
+    ));
     for heads in [1, 2, 4] {
         cases.push(geometry(&format!("H = {heads}"), Case { heads, ..base() }));
     }
     for layers in [1, 5] {
-        cases.push(geometry(&format!("L = {layers}"), Case { layers, ..base() }));
+        cases.push(geometry(
+            &format!("L = {layers}"),
+            Case { layers, ..base() },
+        ));
     }
-    cases.push(geometry("interleaved", Case { interleaved: true, ..base() }));
-    cases.push(geometry("strided workspace", Case { spare_capacity: 1000, ..base() }));
-    cases.push(geometry("padded kv rows", Case { kv_padding: 64, ..base() }));
-    let odd = |name: &str, case: Case| Case { group: "odd", name: name.into(), ..case };
-    cases.push(odd("D = 80, R = 32", Case { head_dim: 80, rotary_dim: 32, ..base() }));
-    cases.push(odd("D = R = 46", Case { head_dim: 46, rotary_dim: 46, ..base() }));
+    cases.push(geometry(
+        "interleaved",
+        Case {
+            interleaved: true,
+            ..base()
+        },
+    ));
+    cases.push(geometry(
+        "strided workspace",
+        Case {
+            spare_capacity: 1000,
+            ..base()
+        },
+    ));
+    cases.push(geometry(
+        "padded kv rows",
+        Case {
+            kv_padding: 64,
+            ..base()
+        },
+    ));
+    let odd = |name: &str, case: Case| Case {
+        group: "odd",
+        name: name.into(),
+        ..case
+    };
+    cases.push(odd(
+        "D = 80, R = 32",
+        Case {
+            head_dim: 80,
+            rotary_dim: 32,
+            ..base()
+        },
+    ));
+    cases.push(odd(
+        "D = R = 46",
+        Case {
+            head_dim: 46,
+            rotary_dim: 46,
+            ..base()
+        },
+    ));
     cases.push(odd("bases off by one element", Case { shift: 1, ..base() }));
-    cases.push(odd("bases off by two elements", Case { shift: 2, ..base() }));
+    cases.push(odd(
+        "bases off by two elements",
+        Case { shift: 2, ..base() },
+    ));
     cases
 }
 
@@ -222,7 +316,11 @@ fn dense(
             threads.iter().copied().map(Some).collect()
         };
         for threads in variants {
-            let case = Case { threads, path, ..case.clone() };
+            let case = Case {
+                threads,
+                path,
+                ..case.clone()
+            };
             let figure = measure(&gpu, &copy_kernel, &case)?;
             let copy = figure.memcpy.median.min(figure.copy_kernel.median);
             println!(
@@ -243,9 +341,15 @@ fn dense(
     }
     let host_cost_us = host_cost(&gpu)?;
     println!("host time of one run: {host_cost_us:.2} us");
-    let device = fused_kv::cuda::devices()?.first().map_or(String::new(), |d| d.name.clone());
-    let report =
-        Report { device, driver: fused_kv::cuda::driver_version()?, host_cost_us, figures };
+    let device = fused_kv::cuda::devices()?
+        .first()
+        .map_or(String::new(), |d| d.name.clone());
+    let report = Report {
+        device,
+        driver: fused_kv::cuda::driver_version()?,
+        host_cost_us,
+        figures,
+    };
     if let Some(path) = out {
         std::fs::write(path, serde_json::to_string_pretty(&report)?)?;
     }
@@ -254,22 +358,33 @@ fn dense(
 
 fn load() -> Result<()> {
     let gpu = Gpu::new()?;
-    let case = Case { tokens: 1, ..Case::default() };
+    let case = Case {
+        tokens: 1,
+        ..Case::default()
+    };
     let memory = Memory::new(&gpu, &case, 0, 1)?;
     let time = || -> Result<f64> {
         let start = Instant::now();
         memory.plan(&case, 0)?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
     };
-    println!("first plan {:.2} ms, second plan {:.3} ms", time()?, time()?);
+    println!(
+        "first plan {:.2} ms, second plan {:.3} ms",
+        time()?,
+        time()?
+    );
     Ok(())
 }
 
 fn main() -> Result<()> {
     match Arguments::parse().command {
-        Command::Dense { out, group, tokens, path, threads } => {
-            dense(out, group, &tokens, path, &threads)
-        }
+        Command::Dense {
+            out,
+            group,
+            tokens,
+            path,
+            threads,
+        } => dense(out, group, &tokens, path, &threads),
         Command::Load => load(),
     }
 }
