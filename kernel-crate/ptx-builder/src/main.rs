@@ -9,7 +9,7 @@ mod ptx;
 mod tier;
 
 use std::{
-    fs, io,
+    env, fs, io,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -18,6 +18,13 @@ use clap::Parser;
 use cuda_builder::{CudaBuilder, CudaBuilderError};
 
 use tier::Tier;
+
+macro_rules! names {
+    ($($name:ident => $body:expr;)*) => { &[$(stringify!($name)),*] };
+}
+
+/// The kernels that each PTX file must hold.
+const KERNELS: &[&str] = fused_kv_kernels::for_each_entry!(names);
 
 /// Build the PTX of fused-kv's kernels through rust-cuda.
 #[derive(Parser)]
@@ -31,7 +38,7 @@ struct Arguments {
     #[arg(long = "tier", value_name = "TIER", required = true)]
     tiers: Vec<Tier>,
 
-    /// Folder for what the compiler leaves on the way [default: target/device of this package].
+    /// Folder for what the compiler leaves on the way [default: `device` next to this program].
     #[arg(long, value_name = "DIR")]
     build_dir: Option<PathBuf>,
 
@@ -97,7 +104,9 @@ fn run(arguments: &Arguments) -> Result<(), Error> {
     let out = absolute(&arguments.out)?;
     let build_dir = match &arguments.build_dir {
         Some(dir) => absolute(dir)?,
-        None => package.join("target/device"),
+        None => env::current_exe()
+            .map_err(Error::file("find", Path::new("this program")))?
+            .with_file_name("device"),
     };
     fs::create_dir_all(&out).map_err(Error::file("make", &out))?;
     backend::select(&build_dir)?;
@@ -107,7 +116,7 @@ fn run(arguments: &Arguments) -> Result<(), Error> {
         let final_ir = arguments.keep_ir.then(|| out.join(format!("{tier}.ll")));
         let ptx = build(tier, device_crate, &build_dir, final_ir)?;
         let text = fs::read_to_string(&ptx).map_err(Error::file("read", &ptx))?;
-        let faults = ptx::faults(&text, &tier.to_string());
+        let faults = ptx::faults(&text, &tier.to_string(), KERNELS);
         if !faults.is_empty() {
             return Err(Error::Contract { tier, faults });
         }
