@@ -95,6 +95,27 @@ pub struct Layouts {
     pub v_out: Option<Layout>,
 }
 
+impl Layouts {
+    /// The layout of a tensor by number: kv, weight, eps, table, positions, value_scale, k_out,
+    /// v_out.
+    ///
+    /// # Panics
+    ///
+    /// For an output that the plan allocates.
+    pub fn get_mut(&mut self, tensor: usize) -> &mut Layout {
+        match tensor {
+            0 => &mut self.kv,
+            1 => &mut self.weight,
+            2 => &mut self.eps,
+            3 => &mut self.table,
+            4 => &mut self.positions,
+            5 => &mut self.value_scale,
+            6 => self.k_out.as_mut().expect("a supplied k_out"),
+            _ => self.v_out.as_mut().expect("a supplied v_out"),
+        }
+    }
+}
+
 /// The description that a [`Case`] is built from.
 #[derive(Clone, Debug)]
 pub struct Spec {
@@ -352,4 +373,27 @@ impl Spec {
             v_out: at.v_out.as_ref().map(output),
         }
     }
+}
+
+/// All 65536 values of a 16-bit type as K and as V, each V once: heads of two elements.
+pub fn every_value(dtype: DType, value_scale: bool) -> Case {
+    assert_eq!(dtype.size(), 2, "a 16-bit type");
+    let mut case = Spec {
+        tokens: 1024,
+        layers: 1,
+        heads: 32,
+        head_dim: 2,
+        rotary_dim: 2,
+        value_scale,
+        ..Spec::default().dtype(dtype)
+    }
+    .build();
+    let values: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    // Rows of 64 K elements, then the same as V.
+    let rows: Vec<u8> = values
+        .chunks(128)
+        .flat_map(|row| [row, row].concat())
+        .collect();
+    case.kv.scatter(&rows);
+    case
 }

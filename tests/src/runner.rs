@@ -1,8 +1,12 @@
 //! One runner over all backends.
 
-use fused_kv::{Device, Error, Inputs, Output, Outputs, Plan, TensorView, TensorViewMut};
+use fused_kv::{
+    Device, Dispatch, Error, Inputs, Output, Outputs, OwnedTensor, Path, Plan, TensorView,
+    TensorViewMut,
+};
 
 use crate::case::Case;
+use crate::compare::assert_same;
 use crate::tensor::{Fill, Layout, Tensor};
 
 #[derive(Clone, Copy)]
@@ -46,27 +50,76 @@ impl HostMemory {
 }
 
 /// Where cases are run.
+#[derive(Clone, Debug)]
 pub enum Runner {
     /// On the CPU backend.
     Cpu,
+    /// The GPU's kernels on the emulated device, dispatched as given.
+    Emulated(Dispatch),
+    /// On a GPU, dispatched as given.
+    #[cfg(feature = "cuda")]
+    Cuda(fused_kv::cuda::Context, Dispatch),
 }
 
 enum Memory {
     Host(HostMemory),
+    #[cfg(feature = "cuda")]
+    Cuda(fused_kv::cuda::DeviceMemory),
 }
 
 impl Memory {
     fn address(&mut self) -> u64 {
         match self {
             Self::Host(memory) => memory.address(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(memory) => memory.address(),
         }
     }
 
     fn to_bytes(&self) -> Vec<u8> {
         match self {
             Self::Host(memory) => memory.to_bytes(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(memory) => {
+                let mut bytes = vec![0; memory.len()];
+                memory.copy_to(&mut bytes).expect("a copy from the device");
+                bytes
+            }
         }
     }
+}
+
+/// What [`check_dispatches`] tries on a GPU: every path with several block sizes, and the library's
+/// own choice, whole and cut into many launches.
+pub fn all_dispatches() -> Vec<Dispatch> {
+    let mut all = vec![
+        Dispatch::default(),
+        Dispatch {
+            tokens_per_launch: Some(3),
+            layers_per_launch: Some(1),
+            ..Dispatch::default()
+        },
+    ];
+    for path in Path::ALL {
+        all.extend(
+            [None, Some(32), Some(96), Some(1024)].map(|threads| Dispatch {
+                path: Some(path),
+                threads,
+                ..Dispatch::default()
+            }),
+        );
+    }
+    all
+}
+
+/// The same for the emulated device, which is slow: every path with the smallest block.
+pub fn few_dispatches() -> Vec<Dispatch> {
+    let small = |path| Dispatch {
+        path: Some(path),
+        threads: Some(32),
+        ..Dispatch::default()
+    };
+    Path::ALL.into_iter().map(small).collect()
 }
 
 /// A tensor's memory on a backend, with the address of its first element.
@@ -76,7 +129,7 @@ struct Placed {
 }
 
 /// What a case gave.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Outcome {
     /// `k_out` with its memory after the run (contiguous and without guards where the plan
     /// allocated it).
@@ -87,17 +140,45 @@ pub struct Outcome {
     pub check: Result<(), Error>,
 }
 
+/// Copies a tensor that a plan allocated.
+fn fetch(owned: &OwnedTensor) -> Tensor {
+    let mut tensor = Tensor::filled(
+        owned.dtype(),
+        owned.shape(),
+        &Layout::default(),
+        Fill::Canary,
+    );
+    let strides = owned.view().strides().to_vec();
+    assert_eq!(tensor.strides, strides, "allocated outputs are contiguous");
+    #[cfg(feature = "cuda")]
+    if let Some(memory) = owned.device_memory() {
+        let mut bytes = vec![0; memory.len()];
+        memory.copy_to(&mut bytes).expect("a copy from the device");
+        tensor.scatter(&bytes);
+        return tensor;
+    }
+    tensor.scatter(owned.as_bytes().expect("host memory"));
+    tensor
+}
+
 impl Runner {
     /// Where its tensors are.
     pub fn device(&self) -> Device {
         match self {
-            Self::Cpu => Device::Cpu,
+            Self::Cpu | Self::Emulated(_) => Device::Cpu,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(context, _) => Device::Cuda(context.ordinal()),
         }
     }
 
     fn place(&self, tensor: &Tensor) -> Placed {
         let mut memory = match self {
-            Self::Cpu => Memory::Host(HostMemory::from_bytes(&tensor.memory)),
+            Self::Cpu | Self::Emulated(_) => Memory::Host(HostMemory::from_bytes(&tensor.memory)),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(context, _) => Memory::Cuda(
+                fused_kv::cuda::DeviceMemory::from_bytes(context, &tensor.memory)
+                    .expect("device memory"),
+            ),
         };
         let address = memory.address() + tensor.first as u64;
         Placed { memory, address }
@@ -138,27 +219,17 @@ impl Runner {
         }
     }
 
-    /// Copies a contiguous tensor that a plan allocated.
-    fn fetch(&self, view: TensorView<'_>) -> Tensor {
-        let mut tensor =
-            Tensor::filled(view.dtype(), view.shape(), &Layout::default(), Fill::Canary);
-        assert_eq!(
-            tensor.strides,
-            view.strides(),
-            "allocated outputs are contiguous"
-        );
-        if tensor.is_empty() {
-            return tensor;
-        }
-        let len = tensor.len() * tensor.dtype.size();
+    /// Enqueues the plan as this runner dispatches.
+    fn launch(&self, plan: &mut Plan<'_>) -> Result<(), Error> {
         match self {
-            Self::Cpu => {
-                // SAFETY: the plan lent a contiguous view of `len` bytes that live as long as it.
-                let bytes = unsafe { std::slice::from_raw_parts(view.address() as *const u8, len) };
-                tensor.scatter(bytes);
+            Self::Cpu => plan.run(),
+            Self::Emulated(dispatch) => plan.run_emulated(*dispatch),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_, dispatch) => {
+                plan.dispatch(*dispatch)?;
+                plan.run()
             }
         }
-        tensor
     }
 
     /// Runs a case once.
@@ -209,15 +280,12 @@ impl Runner {
         };
         let result = Plan::new(case.config, inputs, outputs).and_then(|mut plan| {
             for _ in 0..times {
-                plan.run()?;
+                self.launch(&mut plan)?;
             }
             let check = plan.check();
             assert_eq!(plan.check(), Ok(()), "check() clears the record");
-            let allocated = (
-                case.k_out.is_none().then(|| self.fetch(plan.k())),
-                case.v_out.is_none().then(|| self.fetch(plan.v())),
-            );
-            Ok((check, allocated))
+            let (k, v) = plan.into_outputs();
+            Ok((check, (k.as_ref().map(fetch), v.as_ref().map(fetch))))
         });
         for (tensor, placed) in sources.iter().zip(&placed) {
             assert!(
@@ -251,4 +319,35 @@ impl Runner {
             }
         }
     }
+}
+
+/// Runs a case on every one of `dispatches` that can serve it, made into a runner by `runner`, and
+/// compares each with the CPU backend bit for bit. Returns the paths that were forced.
+///
+/// # Panics
+///
+/// On any difference; when a dispatch is refused for another reason than its path, or the path
+/// that serves everything is.
+pub fn check_dispatches(
+    case: &Case,
+    dispatches: &[Dispatch],
+    runner: impl Fn(Dispatch) -> Runner,
+) -> Vec<Path> {
+    let expected = Runner::Cpu.run(case).expect("a valid case");
+    let mut served = Vec::new();
+    for &dispatch in dispatches {
+        match runner(dispatch).run(case) {
+            Ok(outcome) => {
+                let mut named = case.clone();
+                named.name = format!("{} by {dispatch:?}", case.name);
+                assert_same(&named, &outcome, &expected);
+                served.extend(dispatch.path);
+            }
+            Err(Error::Path { .. }) if dispatch.path.is_some_and(|path| path != Path::Elements) => {
+            }
+            Err(error) => panic!("{error} by {dispatch:?} in {}", case.name),
+        }
+    }
+    served.dedup();
+    served
 }

@@ -1,18 +1,16 @@
-//! Faults that broke real systems of this kind, each reduced to the smallest input. The numbers
-//! are those of `docs/cases.md` where that exists; the projects are the ones where they were met.
+//! Faults that broke real systems of this kind, each reduced to the smallest input. The list with
+//! its numbers is `tests/CASES.md`; the projects are the ones where users met them.
 
 use fused_kv::{
     Argument, Config, DType, Device, Error, Inputs, NormWeight, Output, Outputs, Plan, RopeStyle,
     TensorView, TensorViewMut,
 };
-use fused_kv_tests::case::{Layouts, Values};
+use fused_kv_tests::case::Values;
+use fused_kv_tests::cases::{self, FLOATS, STYLES};
 use fused_kv_tests::compare::{assert_bits, assert_oracle};
 use fused_kv_tests::element::{decode, encode, encode_all};
 use fused_kv_tests::{Case, Layout, Outcome, Runner, Spec, Tensor, oracle, reference};
 use memmap2::{MmapMut, MmapOptions};
-
-const FLOATS: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
-const STYLES: [RopeStyle; 2] = [RopeStyle::Neox, RopeStyle::Interleaved];
 
 /// Runs a built case on the CPU and compares it bit for bit with the reference.
 fn run(case: &Case) -> Outcome {
@@ -29,6 +27,13 @@ fn check(spec: &Spec) -> Outcome {
         assert_oracle(&case, &outcome, &oracle::compute(&case));
     }
     outcome
+}
+
+fn check_all(specs: Vec<Spec>) {
+    assert!(!specs.is_empty());
+    for spec in specs {
+        check(&spec);
+    }
 }
 
 /// A tensor of f32 values, contiguous.
@@ -216,40 +221,14 @@ mod offsets {
     /// dimensions end.
     #[test]
     fn counts_above_65535() {
-        let small = Spec {
-            tokens: 1,
-            layers: 1,
-            heads: 1,
-            head_dim: 4,
-            rotary_dim: 2,
-            ..Spec::default()
-        };
-        for tokens in [65_535, 65_536, 70_001] {
-            check(&Spec {
-                tokens,
-                ..small.clone()
-            });
-        }
-        check(&Spec {
-            layers: 70_001,
-            ..small.clone()
-        });
-        check(&Spec {
-            heads: 70_001,
-            ..small
-        });
+        check_all(cases::counts_above_65535());
     }
 
     /// 4 (sglang PR 23636): no tokens validate, launch nothing, succeed, and give two distinct
     /// outputs.
     #[test]
     fn no_tokens() {
-        let spec = Spec {
-            tokens: 0,
-            ..Spec::default()
-        };
-        check(&spec);
-        check(&spec.allocated());
+        check_all(cases::no_tokens());
     }
 }
 
@@ -262,47 +241,26 @@ mod positions {
     /// after the table is not read into anything.
     #[test]
     fn the_ends_of_the_table() {
-        for (dtype, positions) in [
-            (DType::I64, vec![63, 64, -1, 1 << 31, 0, i64::MIN, i64::MAX]),
-            // Low halves that would be valid rows.
-            (DType::I64, vec![1 << 32, (1 << 32) + 5, -(1 << 32), 7]),
-            (
-                DType::I32,
-                vec![63, 64, -1, i32::MAX.into(), i32::MIN.into()],
-            ),
-        ] {
-            let written = positions.iter().filter(|p| (0..64).contains(*p)).count();
-            let spec = Spec {
-                tokens: positions.len(),
-                table_rows: 64,
-                index: dtype,
-                positions: Some(positions.clone()),
-                ..Spec::default()
-            };
+        for spec in cases::ends_of_the_table() {
             let case = spec.build();
             let outcome = run(&case);
-            let first = positions
-                .iter()
-                .position(|p| !(0..64).contains(p))
-                .expect("a bad position");
+            let positions = spec.positions.expect("given positions");
+            let bad: Vec<usize> = (0..positions.len())
+                .filter(|&token| !(0..64).contains(&positions[token]))
+                .collect();
             assert_eq!(
                 outcome.check,
                 Err(Error::PositionOutOfRange {
-                    token: first as u64,
-                    position: positions[first],
+                    token: bad[0] as u64,
+                    position: positions[bad[0]],
                     table_rows: 64,
-                    count: (positions.len() - written) as u64,
+                    count: bad.len() as u64,
                 })
             );
-            // The guard after the table is NaN, and so is what lies between its padded rows.
-            let mut padded = spec;
-            padded.layouts.table = Layout::padded(&[3]);
-            let again = run(&padded.build());
-            assert_eq!(again.k, outcome.k);
-            let written = case.written();
+            // The guard after the table is NaN, and so is what lies between padded rows.
             let row = 2 * 128;
             for (index, value) in outcome.k.values().iter().enumerate() {
-                if written[index / row % written.len()] {
+                if !bad.contains(&(index / row % positions.len())) {
                     assert!(value.is_finite());
                 }
             }
@@ -312,12 +270,7 @@ mod positions {
     /// An empty table has no valid position, and no row is written.
     #[test]
     fn an_empty_table() {
-        let outcome = run(&Spec {
-            table_rows: 0,
-            positions: Some(vec![0; 5]),
-            ..Spec::default()
-        }
-        .build());
+        let outcome = run(&cases::an_empty_table().build());
         assert!(matches!(
             outcome.check,
             Err(Error::PositionOutOfRange {
@@ -351,13 +304,7 @@ mod positions {
     /// refused.
     #[test]
     fn the_width_of_the_table_is_the_rotary_dim() {
-        for style in STYLES {
-            check(&Spec {
-                rotary_dim: 64,
-                style,
-                ..Spec::default()
-            });
-        }
+        check_all(cases::half_rotated());
         for width in [32, 63, 128] {
             let mut case = Spec {
                 rotary_dim: 64,
@@ -375,21 +322,11 @@ mod positions {
         }
     }
 
-    /// 9 (vLLM PR 1004, TensorRT-LLM PR 16069): every type of the table with every type of kv.
+    /// 9 (vLLM PR 1004, TensorRT-LLM PR 16069) and 21 (vLLM PR 43520): every type of the table,
+    /// and of the weight, with every type of kv.
     #[test]
-    fn nine_pairs_of_types() {
-        for kv in FLOATS {
-            for table in FLOATS {
-                for style in STYLES {
-                    check(&Spec {
-                        kv,
-                        table,
-                        style,
-                        ..Spec::default()
-                    });
-                }
-            }
-        }
+    fn pairs_of_types() {
+        check_all(cases::pairs_of_types());
     }
 
     /// 10 (sglang PR 29729): inputs are never modified; the second call gives what the first gave.
@@ -455,16 +392,7 @@ mod rotary {
     /// in the GPU tests.)
     #[test]
     fn many_heads_and_half_rotated() {
-        for heads in [1, 2, 7, 31, 64, 96] {
-            for style in STYLES {
-                check(&Spec {
-                    heads,
-                    rotary_dim: 64,
-                    style,
-                    ..Spec::default()
-                });
-            }
-        }
+        check_all(cases::many_heads());
     }
 
     /// 14 (pie 602): pairs are (i, i + R/2), not (i, i + D/2): D = 256, R = 64, position 700, seen
@@ -501,41 +429,14 @@ mod rotary {
     /// 15 (vllm-ascend PR 15688): the sine begins at column R/2 also where R is no power of two.
     #[test]
     fn rotary_dims_that_are_no_power_of_two() {
-        for rotary_dim in [24, 80, 96, 192] {
-            for head_dim in [rotary_dim, 192, 256] {
-                for style in STYLES {
-                    for dtype in FLOATS {
-                        if head_dim >= rotary_dim {
-                            check(&Spec {
-                                head_dim,
-                                rotary_dim,
-                                style,
-                                ..Spec::default().dtype(dtype)
-                            });
-                        }
-                    }
-                }
-            }
-        }
+        check_all(cases::odd_rotary_dims());
     }
 
     /// 16 (FlashInfer 4299, 528, 2104): head sizes off the beaten track, rotated in full and in
     /// part.
     #[test]
     fn uncommon_head_dims() {
-        for head_dim in [72, 80, 96, 112, 160, 192, 224, 512, 576] {
-            for rotary_dim in [head_dim, head_dim / 2, 64, 2, head_dim - 2] {
-                for style in STYLES {
-                    check(&Spec {
-                        head_dim,
-                        rotary_dim,
-                        style,
-                        tokens: 3,
-                        ..Spec::default()
-                    });
-                }
-            }
-        }
+        check_all(cases::uncommon_head_dims());
     }
 
     /// 17 (sglang PR 30342): the wrong style gives plausible numbers. K = [1, 2, 3, 4], D = R = 4:
@@ -697,23 +598,6 @@ mod norm {
         assert!(run(&case).k.values().iter().all(|&k| k == 16.8125));
     }
 
-    /// 21 (vLLM PR 43520): the type of the weight is independent of kv's.
-    #[test]
-    fn nine_pairs_of_types() {
-        for kv in FLOATS {
-            for weight in FLOATS {
-                for norm_weight in [NormWeight::Plain, NormWeight::Offset] {
-                    check(&Spec {
-                        kv,
-                        weight,
-                        norm_weight,
-                        ..Spec::default()
-                    });
-                }
-            }
-        }
-    }
-
     /// 22 (pytorch PR 133085): an f16 row of 300s has squares beyond f16; the sum is f32.
     #[test]
     fn squares_beyond_half_precision() {
@@ -777,59 +661,13 @@ mod layout {
     /// the first T rows of a larger workspace, token-major outputs.
     #[test]
     fn slices_of_larger_buffers() {
-        for dtype in FLOATS {
-            for style in STYLES {
-                for (order, value_scale) in [(vec![], false), (vec![1, 0, 2, 3], true)] {
-                    check(&Spec {
-                        tokens: 6,
-                        style,
-                        value_scale,
-                        layouts: Layouts {
-                            kv: Layout {
-                                offset: 192,
-                                ..Layout::padded(&[640, 96])
-                            },
-                            weight: Layout::padded(&[24]),
-                            eps: Layout::default(),
-                            table: Layout::padded(&[40]),
-                            positions: Layout::padded(&[1]),
-                            value_scale: Layout::default(),
-                            // Ten more tokens of room in each layer.
-                            k_out: Some(Layout {
-                                order: order.clone(),
-                                ..Layout::padded(&[10 * 256, 0, 0])
-                            }),
-                            v_out: Some(Layout {
-                                order,
-                                ..Layout::padded(&[10 * 256, 64, 8])
-                            }),
-                        },
-                        ..Spec::default().dtype(dtype)
-                    });
-                }
-            }
-        }
+        check_all(cases::slices());
     }
 
     /// Tokens and layers from the last to the first.
     #[test]
     fn negative_strides() {
-        let reversed = |axes: &[usize]| Layout {
-            reversed: axes.to_vec(),
-            ..Layout::default()
-        };
-        check(&Spec {
-            layouts: Layouts {
-                kv: reversed(&[0, 1]),
-                weight: reversed(&[0]),
-                table: reversed(&[0]),
-                positions: reversed(&[0]),
-                k_out: Some(reversed(&[1])),
-                v_out: Some(reversed(&[0, 2])),
-                ..Layouts::default()
-            },
-            ..Spec::default()
-        });
+        check(&cases::negative_strides());
     }
 
     /// 24: an innermost stride other than 1 is refused.
@@ -858,24 +696,7 @@ mod layout {
     /// that are aligned and that are not.
     #[test]
     fn rows_that_are_not_aligned() {
-        for head_dim in [46, 2, 6, 14, 34, 74] {
-            for offset in [0, 1, 2, 3, 4, 7] {
-                for output in [0, 1, 2, 3, 4, 7] {
-                    check(&Spec {
-                        tokens: 2,
-                        head_dim,
-                        rotary_dim: head_dim,
-                        layouts: Layouts {
-                            kv: Layout::shifted(offset),
-                            k_out: Some(Layout::shifted(output)),
-                            v_out: Some(Layout::shifted(output + 1)),
-                            ..Layouts::default()
-                        },
-                        ..Spec::default()
-                    });
-                }
-            }
-        }
+        check_all(cases::unaligned_rows());
     }
 
     /// 26 (TransformerEngine PR 886): every tensor in turn shifted by 1, 2, 4 elements (and, on
@@ -883,30 +704,17 @@ mod layout {
     #[test]
     fn every_tensor_shifted_in_turn() {
         for dtype in FLOATS {
-            let spec = Spec {
-                value_scale: true,
-                ..Spec::default().dtype(dtype)
-            };
-            let aligned = check(&spec);
+            let (aligned, mut specs) = cases::shifted_in_turn(dtype);
             for tensor in 0..8 {
-                for (offset, byte_offset) in [(1, 0), (2, 0), (4, 0), (0, 1), (3, 1)] {
-                    let mut spec = spec.clone();
-                    let layouts = &mut spec.layouts;
-                    let layout = match tensor {
-                        0 => &mut layouts.kv,
-                        1 => &mut layouts.weight,
-                        2 => &mut layouts.eps,
-                        3 => &mut layouts.table,
-                        4 => &mut layouts.positions,
-                        5 => &mut layouts.value_scale,
-                        6 => layouts.k_out.as_mut().expect("supplied"),
-                        _ => layouts.v_out.as_mut().expect("supplied"),
-                    };
-                    (layout.offset, layout.byte_offset) = (offset, byte_offset);
-                    let shifted = check(&spec);
-                    assert!(shifted.k.gather() == aligned.k.gather());
-                    assert!(shifted.v.gather() == aligned.v.gather());
-                }
+                let mut spec = aligned.clone();
+                spec.layouts.get_mut(tensor).byte_offset = 1;
+                specs.push(spec);
+            }
+            let aligned = check(&aligned);
+            for spec in specs {
+                let shifted = check(&spec);
+                assert!(shifted.k.gather() == aligned.k.gather());
+                assert!(shifted.v.gather() == aligned.v.gather());
             }
         }
     }

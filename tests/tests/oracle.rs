@@ -1,12 +1,11 @@
 //! The CPU backend against the f64 oracle and, bit for bit, the scalar reference, over the seed
 //! table of shapes, every type and both rotation styles.
 
-use fused_kv::{DType, NormWeight, RopeStyle};
-use fused_kv_tests::case::{SHAPES, Values};
+use fused_kv::{DType, NormWeight};
+use fused_kv_tests::case::{SHAPES, Values, every_value};
+use fused_kv_tests::cases::{FLOATS, STYLES};
 use fused_kv_tests::compare::{assert_bits, assert_oracle};
 use fused_kv_tests::{Runner, Spec, oracle, reference};
-
-const FLOATS: [DType; 3] = [DType::Bf16, DType::F16, DType::F32];
 
 fn check(spec: &Spec) {
     let case = spec.build();
@@ -21,7 +20,7 @@ fn check(spec: &Spec) {
 fn every_shape_type_and_style() {
     for (index, &shape) in SHAPES.iter().enumerate() {
         for dtype in FLOATS {
-            for style in [RopeStyle::Neox, RopeStyle::Interleaved] {
+            for style in STYLES {
                 check(&Spec {
                     style,
                     seed: index as u64,
@@ -80,27 +79,11 @@ fn arbitrary_bits_in_k() {
 fn every_value_of_the_16_bit_types() {
     for dtype in [DType::Bf16, DType::F16] {
         for value_scale in [false, true] {
-            let mut spec = Spec {
-                tokens: 1024,
-                layers: 1,
-                heads: 32,
-                head_dim: 2,
-                rotary_dim: 2,
-                value_scale,
-                ..Spec::default().dtype(dtype)
-            };
-            spec.layouts.v_out = None;
-            let mut case = spec.build();
-            let values: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
-            // Rows of 64 K elements, then 64 V elements.
-            let rows: Vec<u8> = values
-                .chunks(128)
-                .flat_map(|row| [row, row].concat())
-                .collect();
-            case.kv.scatter(&rows);
+            let case = every_value(dtype, value_scale);
             let outcome = Runner::Cpu.run(&case).expect("a valid case");
             assert_bits(&case, &outcome, &reference::compute(&case));
             if !value_scale {
+                let values: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
                 assert!(outcome.v.gather() == values);
             }
         }

@@ -6,167 +6,11 @@ use fused_kv::{
     Argument, Config, DType, Device, Error, Inputs, NormWeight, Output, Outputs, Plan, RopeStyle,
     TensorView, TensorViewMut,
 };
+use fused_kv_tests::arbitrary::{Alignment, config, spec, spec_with_bad_positions};
 use fused_kv_tests::case::{Layouts, Values};
 use fused_kv_tests::compare::{assert_bits, assert_oracle};
-use fused_kv_tests::{Layout, Runner, Spec, oracle, reference};
+use fused_kv_tests::{Runner, Spec, oracle, reference};
 use proptest::prelude::*;
-
-fn floats() -> impl Strategy<Value = DType> {
-    prop_oneof![Just(DType::Bf16), Just(DType::F16), Just(DType::F32)]
-}
-
-/// A layout of `rank` axes. `free` axes, from the outermost, may be padded, permuted and reversed.
-fn layout(rank: usize, free: usize) -> impl Strategy<Value = Layout> {
-    let axes: Vec<usize> = (0..free).collect();
-    (
-        0usize..9,
-        0usize..4,
-        prop::collection::vec(0usize..11, free),
-        Just(axes.clone()).prop_shuffle(),
-        prop::sample::subsequence(axes, 0..=free),
-    )
-        .prop_map(move |(offset, byte_offset, pads, mut order, reversed)| {
-            order.extend(free..rank);
-            Layout {
-                offset,
-                byte_offset,
-                pads,
-                order,
-                reversed,
-            }
-        })
-}
-
-fn output() -> impl Strategy<Value = Option<Layout>> {
-    prop_oneof![1 => Just(None), 4 => layout(4, 3).prop_map(Some)]
-}
-
-fn layouts() -> impl Strategy<Value = Layouts> {
-    (
-        layout(3, 2),
-        layout(2, 1),
-        layout(1, 0),
-        layout(2, 1),
-        layout(1, 1),
-        layout(1, 0),
-        output(),
-        output(),
-    )
-        .prop_map(
-            |(kv, weight, eps, table, positions, value_scale, k_out, v_out)| Layouts {
-                kv,
-                weight,
-                eps,
-                table,
-                positions,
-                value_scale,
-                k_out,
-                v_out,
-            },
-        )
-}
-
-fn head() -> impl Strategy<Value = (usize, usize)> {
-    let head_dim = prop_oneof![
-        4 => 1usize..=40,
-        2 => 1usize..=128,
-        1 => 1usize..=512,
-        2 => prop::sample::select(vec![32usize, 36, 40, 48, 56, 64, 80, 96, 128, 256, 288]),
-    ];
-    head_dim.prop_flat_map(|half| {
-        let rotary = prop_oneof![Just(half), 1..=half];
-        (Just(2 * half), rotary.prop_map(|half| 2 * half))
-    })
-}
-
-fn spec() -> impl Strategy<Value = Spec> {
-    (
-        (0usize..7, 1usize..4, 1usize..5, head(), 1usize..40),
-        (
-            any::<bool>(),
-            any::<bool>(),
-            any::<bool>(),
-            any::<bool>(),
-            any::<bool>(),
-        ),
-        (floats(), floats(), floats()),
-        layouts(),
-        prop_oneof![Just(1.0f32), Just(1.28f32)],
-        any::<u64>(),
-    )
-        .prop_map(
-            |(
-                (tokens, layers, heads, (head_dim, rotary_dim), table_rows),
-                (interleaved, offset, narrow, value_scale, wild),
-                (kv, weight, table),
-                layouts,
-                attention_factor,
-                seed,
-            )| Spec {
-                tokens,
-                layers,
-                heads,
-                head_dim,
-                rotary_dim,
-                table_rows,
-                style: if interleaved {
-                    RopeStyle::Interleaved
-                } else {
-                    RopeStyle::Neox
-                },
-                norm_weight: if offset {
-                    NormWeight::Offset
-                } else {
-                    NormWeight::Plain
-                },
-                kv,
-                weight,
-                table,
-                index: if narrow { DType::I32 } else { DType::I64 },
-                value_scale,
-                attention_factor,
-                values: if wild { Values::Wild } else { Values::Normal },
-                positions: None,
-                layouts,
-                seed,
-            },
-        )
-}
-
-/// Some positions replaced by ones outside the table.
-fn spec_with_bad_positions() -> impl Strategy<Value = Spec> {
-    (spec(), any::<u64>()).prop_map(|(mut spec, seed)| {
-        let mut rng = fastrand::Rng::with_seed(seed);
-        let rows = spec.table_rows as i64;
-        let wide = [
-            i64::MIN,
-            -(1 << 32),
-            1 << 31,
-            1 << 32,
-            (1 << 32) + 1,
-            i64::MAX,
-        ];
-        let narrow = [-1, rows, rows + 1, i32::MIN.into(), i32::MAX.into()];
-        let positions = (0..spec.tokens)
-            .map(|_| match rng.u8(0..4) {
-                0 => narrow[rng.usize(..narrow.len())],
-                1 if spec.index == DType::I64 => wide[rng.usize(..wide.len())],
-                _ => rng.i64(0..rows),
-            })
-            .collect();
-        spec.positions = Some(positions);
-        spec
-    })
-}
-
-fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig {
-        cases,
-        // Failures are shrunk and printed; the binary may run where its source is not.
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
-}
 
 proptest! {
     #![proptest_config(config(1500))]
@@ -174,7 +18,7 @@ proptest! {
     /// Results equal the scalar reference bit for bit, inputs and canaries stay as they were, and
     /// finite K is within the bound of the f64 oracle.
     #[test]
-    fn results_equal_both_references(spec in spec()) {
+    fn results_equal_both_references(spec in spec(Alignment::Byte)) {
         let case = spec.build();
         let outcome = Runner::Cpu.run(&case).expect("a valid case");
         assert_bits(&case, &outcome, &reference::compute(&case));
@@ -186,7 +30,7 @@ proptest! {
     /// Rows of tokens with a bad position stay untouched, the others are complete, and the record
     /// names the lowest token and the count.
     #[test]
-    fn bad_positions_leave_rows_untouched(spec in spec_with_bad_positions()) {
+    fn bad_positions_leave_rows_untouched(spec in spec_with_bad_positions(Alignment::Byte)) {
         let case = spec.build();
         let outcome = Runner::Cpu.run(&case).expect("a valid case");
         assert_bits(&case, &outcome, &reference::compute(&case));
@@ -198,7 +42,7 @@ proptest! {
 
     /// The layout changes where results are, not what they are.
     #[test]
-    fn layouts_do_not_change_results(spec in spec()) {
+    fn layouts_do_not_change_results(spec in spec(Alignment::Byte)) {
         let laid_out = Runner::Cpu.run(&spec.build()).expect("a valid case");
         let plain = Spec { layouts: Layouts::default(), ..spec };
         let plain = Runner::Cpu.run(&plain.build()).expect("a valid case");
@@ -208,7 +52,7 @@ proptest! {
 
     /// A plan that is run again gives the same.
     #[test]
-    fn plans_can_run_again(spec in spec()) {
+    fn plans_can_run_again(spec in spec(Alignment::Byte)) {
         let case = spec.build();
         let outcome = Runner::Cpu.run_times(&case, 3).expect("a valid case");
         assert_bits(&case, &outcome, &reference::compute(&case));
