@@ -102,7 +102,7 @@ pub fn all_dispatches() -> Vec<Dispatch> {
     ];
     for path in Path::ALL {
         all.extend(
-            [None, Some(32), Some(96), Some(1024)].map(|threads| Dispatch {
+            [None, Some(64), Some(192), Some(1024)].map(|threads| Dispatch {
                 path: Some(path),
                 threads,
                 ..Dispatch::default()
@@ -116,7 +116,7 @@ pub fn all_dispatches() -> Vec<Dispatch> {
 pub fn few_dispatches() -> Vec<Dispatch> {
     let small = |path| Dispatch {
         path: Some(path),
-        threads: Some(32),
+        threads: Some(64),
         ..Dispatch::default()
     };
     Path::ALL.into_iter().map(small).collect()

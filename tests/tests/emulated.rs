@@ -69,7 +69,7 @@ fn many_launches() {
     let dispatch = Dispatch {
         tokens_per_launch: Some(2),
         layers_per_launch: Some(2),
-        threads: Some(32),
+        threads: Some(64),
         ..Dispatch::default()
     };
     check_dispatches(&case, &[dispatch], Runner::Emulated);
