@@ -19,6 +19,9 @@ pub struct Dispatch {
     pub tokens_per_launch: Option<u32>,
     /// The most layers that one launch takes; `None` for the limit of a grid.
     pub layers_per_launch: Option<u32>,
+    /// Whether kernels may start before the one in front of them in the stream has ended (they
+    /// wait for its end before they touch memory); `None` for wherever the device can.
+    pub overlap: Option<bool>,
 }
 
 /// One launch.

@@ -201,6 +201,9 @@ fn llvm_tier(project: &Project, toolchain: &Toolchain, tier: &Tier) -> Result<St
     if tier.fp8 {
         cargo.args(["--cfg", "fused_kv_fp8"]);
     }
+    if tier.overlap {
+        cargo.args(["--cfg", "fused_kv_overlap"]);
+    }
     // Quietly: naming a PTX version is a warning, since the feature is unstable.
     project::run_quietly(&mut cargo)?;
     match crate_files(&deps, "s")?.as_slice() {

@@ -14,6 +14,8 @@ pub struct Tier {
     pub ptx_version: u32,
     /// Conversion to FP8 in hardware (`cfg(fused_kv_fp8)`).
     pub fp8: bool,
+    /// Kernels may start before the one in front of them has ended (`cfg(fused_kv_overlap)`).
+    pub overlap: bool,
 }
 
 /// All tiers, lowest first.
@@ -27,18 +29,21 @@ pub const TIERS: [Tier; 3] = [
         capability: 80,
         ptx_version: 78,
         fp8: false,
+        overlap: false,
     },
     Tier {
         name: "sm_89",
         capability: 89,
         ptx_version: 81,
         fp8: true,
+        overlap: false,
     },
     Tier {
         name: "sm_90",
         capability: 90,
         ptx_version: 78,
         fp8: true,
+        overlap: true,
     },
 ];
 

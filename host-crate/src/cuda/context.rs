@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use cust::device::{Device as CustDevice, DeviceAttribute};
 use fused_kv_kernels::abi::Status;
 
-use super::driver::{self, Bound, Pointer, RawContext, RawFunction};
+use super::driver::{self, Bound, LaunchEx, Pointer, RawContext, RawFunction};
 use super::{CudaError, ptx};
 use crate::Error;
 
@@ -58,12 +58,17 @@ pub(crate) struct State {
     /// Kernels by name and PTX source.
     functions: Mutex<HashMap<(ptx::Source, &'static str), Function>>,
     records: Mutex<Records>,
+    pub(super) launch_ex: Option<LaunchEx>,
     /// Keeps a primary context retained; `None` for a context that its owner keeps.
     _primary: Option<cust::context::Context>,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Function(pub(super) RawFunction);
+pub(super) struct Function {
+    pub(super) raw: RawFunction,
+    /// The kernel waits for the one in front of it by itself, and may be launched early.
+    pub(super) waits: bool,
+}
 
 // SAFETY: handles of the driver may be used from any thread; the state keeps its context alive or
 // belongs to a context whose owner does.
@@ -157,6 +162,7 @@ impl State {
             capability: capability as u32,
             functions: Mutex::default(),
             records: Mutex::default(),
+            launch_ex: LaunchEx::find(),
             _primary: primary,
         });
         Ok(lock(registry())
@@ -187,7 +193,12 @@ impl State {
         let module = driver::load_module(&text)?;
         let name = std::ffi::CString::new(entry).unwrap_or_default();
         // SAFETY: the module was just loaded into the bound context and is never unloaded.
-        let function = Function(unsafe { driver::function(module, &name) }?);
+        let raw = unsafe { driver::function(module, &name) }?;
+        let waits = text
+            .to_bytes()
+            .windows(WAIT.len())
+            .any(|window| window == WAIT);
+        let function = Function { raw, waits };
         functions.insert(key, function);
         Ok(function)
     }
@@ -216,6 +227,9 @@ impl State {
         Ok(record)
     }
 }
+
+/// What PTX of a kernel that may be launched early contains.
+const WAIT: &[u8] = b"griddepcontrol.wait";
 
 const SLAB_RECORDS: usize = 1024;
 

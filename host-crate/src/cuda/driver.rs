@@ -56,6 +56,12 @@ unsafe extern "C" {
         parameters: *mut *mut c_void,
         extra: *mut *mut c_void,
     ) -> c_int;
+    fn cuGetProcAddress(
+        name: *const c_char,
+        function: *mut *mut c_void,
+        version: c_int,
+        flags: u64,
+    ) -> c_int;
     fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) -> c_int;
     fn cuMemFree_v2(pointer: u64) -> c_int;
     fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> c_int;
@@ -302,6 +308,103 @@ pub(super) unsafe fn launch<T>(
         )
     };
     result("cuLaunchKernel", code)
+}
+
+/// `cuLaunchKernelEx`, which drivers have since CUDA 11.8.
+#[derive(Clone, Copy)]
+pub(super) struct LaunchEx(
+    unsafe extern "C" fn(
+        *const LaunchConfig,
+        RawFunction,
+        *mut *mut c_void,
+        *mut *mut c_void,
+    ) -> c_int,
+);
+
+impl std::fmt::Debug for LaunchEx {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("cuLaunchKernelEx")
+    }
+}
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+struct LaunchConfig {
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    shared: c_uint,
+    stream: RawStream,
+    attributes: *const LaunchAttribute,
+    attribute_count: c_uint,
+}
+
+/// `CUlaunchAttribute` with an integer as its value.
+#[repr(C)]
+struct LaunchAttribute {
+    id: c_int,
+    padding: c_int,
+    value: c_int,
+    rest: [c_int; 15],
+}
+
+impl LaunchEx {
+    /// The driver's entry point, where it has one.
+    pub(super) fn find() -> Option<Self> {
+        let mut address = std::ptr::null_mut();
+        // SAFETY: the name is a C string; the call writes one pointer.
+        let code =
+            unsafe { cuGetProcAddress(c"cuLaunchKernelEx".as_ptr(), &mut address, 11_080, 0) };
+        if code != SUCCESS || address.is_null() {
+            return None;
+        }
+        // SAFETY: the driver gives the address of the function of this name and signature.
+        Some(Self(unsafe {
+            std::mem::transmute::<*mut c_void, _>(address)
+        }))
+    }
+
+    /// Launches a kernel that takes one argument and may start before the one in front of it has
+    /// ended.
+    ///
+    /// # Safety
+    ///
+    /// As for [`launch`]; the kernel waits (`griddepcontrol.wait`) before it touches memory.
+    #[inline]
+    pub(super) unsafe fn launch_early<T>(
+        self,
+        function: RawFunction,
+        grid: (u32, u32),
+        threads: u32,
+        stream: RawStream,
+        argument: &T,
+    ) -> Result<(), CudaError> {
+        const PROGRAMMATIC_STREAM_SERIALIZATION: c_int = 6;
+        let attribute = LaunchAttribute {
+            id: PROGRAMMATIC_STREAM_SERIALIZATION,
+            padding: 0,
+            value: 1,
+            rest: [0; 15],
+        };
+        let config = LaunchConfig {
+            grid: [grid.0, grid.1, 1],
+            block: [threads, 1, 1],
+            shared: 0,
+            stream,
+            attributes: &attribute,
+            attribute_count: 1,
+        };
+        let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
+        // SAFETY: the caller's promise; the driver copies everything before it returns.
+        let code = unsafe {
+            (self.0)(
+                &config,
+                function,
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        };
+        result("cuLaunchKernelEx", code)
+    }
 }
 
 /// Allocates device memory in the current context.

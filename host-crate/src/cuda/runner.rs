@@ -16,6 +16,7 @@ pub(crate) struct Runner {
     record: Record,
     source: ptx::Source,
     calls: Vec<(Function, Call)>,
+    overlap: bool,
 }
 
 impl Runner {
@@ -27,6 +28,7 @@ impl Runner {
             source: ptx::Source::current()?,
             state,
             calls: Vec::new(),
+            overlap: true,
         };
         runner.dispatch(problem, Dispatch::default())?;
         Ok(runner)
@@ -34,6 +36,7 @@ impl Runner {
 
     /// Prepares the launches anew.
     pub(crate) fn dispatch(&mut self, problem: &Problem, dispatch: Dispatch) -> Result<(), Error> {
+        self.overlap = dispatch.overlap.unwrap_or(true);
         self.calls = launches(problem, dispatch, self.record.address)?
             .into_iter()
             .map(|call| Ok((self.state.function(&self.source, call.entry)?, call)))
@@ -45,16 +48,22 @@ impl Runner {
     pub(crate) fn enqueue(&self, stream: Stream<'_>) -> Result<(), Error> {
         let _bound = self.state.bind()?;
         for (function, call) in &self.calls {
+            let Call {
+                grid,
+                threads,
+                params,
+                ..
+            } = call;
             // SAFETY: the function is this context's and takes `Params`; the plan's validation
-            // covers what the parameters name; `Stream` stands for a live stream.
+            // covers what the parameters name; `Stream` stands for a live stream; only a kernel
+            // that waits is launched early.
             unsafe {
-                driver::launch(
-                    function.0,
-                    call.grid,
-                    call.threads,
-                    stream.raw,
-                    &call.params,
-                )
+                match self.state.launch_ex {
+                    Some(launch_ex) if self.overlap && function.waits => {
+                        launch_ex.launch_early(function.raw, *grid, *threads, stream.raw, params)
+                    }
+                    _ => driver::launch(function.raw, *grid, *threads, stream.raw, params),
+                }
             }?;
         }
         Ok(())

@@ -1,7 +1,8 @@
 //! A GPU's thread in PTX: intrinsics for the indices, inline assembly for the rest, the same for
 //! both code generators; what they do not share, shuffles and entry points, is in a file of each.
 //!
-//! No `asm!` here is `pure`: loads are to keep the order they are written in.
+//! No `asm!` here is `pure`: loads are to keep the order they are written in. They are no `ld.nc`
+//! either, which could be moved in front of the wait for the kernel before this one.
 
 use core::arch::{asm, nvptx};
 
@@ -73,6 +74,22 @@ impl Device for Gpu {
         unsafe { nvptx::_block_idx_y() as u32 }
     }
 
+    #[cfg(any(fused_kv_overlap, target_feature = "compute_90"))]
+    #[inline(always)]
+    fn begin(self) {
+        // The kernel behind this one may start as soon as every block of this one has, and waits
+        // here in turn. Not `nomem`: no access may move in front of the wait.
+        // SAFETY: waits; where the launch did not allow an early start, there is nothing to wait
+        // for.
+        unsafe {
+            asm!(
+                "griddepcontrol.launch_dependents;",
+                "griddepcontrol.wait;",
+                options(nostack)
+            );
+        }
+    }
+
     #[inline(always)]
     fn shuffle_xor(self, value: f32, mask: u32) -> f32 {
         // SAFETY: every lane gets here (the trait's rule).
@@ -89,7 +106,7 @@ impl Device for Gpu {
     unsafe fn load_16(self, when: bool, address: u64) -> u16 {
         // SAFETY: the caller's promise.
         unsafe {
-            load!(when, address, "@%when ld.global.nc.u16 {a}, [{address}];", reg16,
+            load!(when, address, "@%when ld.global.u16 {a}, [{address}];", reg16,
                 "mov.u16 {a}, 0;", a: u16)
         }
     }
@@ -98,7 +115,7 @@ impl Device for Gpu {
     unsafe fn load_32(self, when: bool, address: u64) -> u32 {
         // SAFETY: the caller's promise.
         unsafe {
-            load!(when, address, "@%when ld.global.nc.u32 {a}, [{address}];", reg32,
+            load!(when, address, "@%when ld.global.u32 {a}, [{address}];", reg32,
                 "mov.u32 {a}, 0;", a: u32)
         }
     }
@@ -107,7 +124,7 @@ impl Device for Gpu {
     unsafe fn load_64(self, when: bool, address: u64) -> [u32; 2] {
         // SAFETY: the caller's promise.
         let (a, b) = unsafe {
-            load!(when, address, "@%when ld.global.nc.v2.u32 {{{a}, {b}}}, [{address}];", reg32,
+            load!(when, address, "@%when ld.global.v2.u32 {{{a}, {b}}}, [{address}];", reg32,
                 "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32)
         };
         [a, b]
@@ -117,7 +134,7 @@ impl Device for Gpu {
     unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4] {
         // SAFETY: the caller's promise.
         let (a, b, c, d) = unsafe {
-            load!(when, address, "@%when ld.global.nc.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}];", reg32,
+            load!(when, address, "@%when ld.global.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}];", reg32,
                 "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32,
                 "mov.u32 {c}, 0;", c: u32, "mov.u32 {d}, 0;", d: u32)
         };
@@ -131,7 +148,7 @@ impl Device for Gpu {
             store!(
                 when,
                 address,
-                "@%when st.global.cs.u8 [{address}], {a};",
+                "@%when st.global.u8 [{address}], {a};",
                 reg16,
                 a = value as u16
             );
@@ -145,7 +162,7 @@ impl Device for Gpu {
             store!(
                 when,
                 address,
-                "@%when st.global.cs.u16 [{address}], {a};",
+                "@%when st.global.u16 [{address}], {a};",
                 reg16,
                 a = value
             );
@@ -159,7 +176,7 @@ impl Device for Gpu {
             store!(
                 when,
                 address,
-                "@%when st.global.cs.u32 [{address}], {a};",
+                "@%when st.global.u32 [{address}], {a};",
                 reg32,
                 a = value
             );
@@ -173,7 +190,7 @@ impl Device for Gpu {
             store!(
                 when,
                 address,
-                "@%when st.global.cs.v2.u32 [{address}], {{{a}, {b}}};",
+                "@%when st.global.v2.u32 [{address}], {{{a}, {b}}};",
                 reg32,
                 a = value[0],
                 b = value[1]
@@ -188,7 +205,7 @@ impl Device for Gpu {
             store!(
                 when,
                 address,
-                "@%when st.global.cs.v4.u32 [{address}], {{{a}, {b}, {c}, {d}}};",
+                "@%when st.global.v4.u32 [{address}], {{{a}, {b}, {c}, {d}}};",
                 reg32,
                 a = value[0],
                 b = value[1],

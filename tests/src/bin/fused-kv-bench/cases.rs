@@ -37,6 +37,8 @@ pub struct Case {
     pub path: Option<Path>,
     /// Forced block size.
     pub threads: Option<u32>,
+    /// Kernels may start early.
+    pub overlap: Option<bool>,
 }
 
 fn text<S: serde::Serializer>(
@@ -65,6 +67,7 @@ impl Default for Case {
             shift: 0,
             path: None,
             threads: None,
+            overlap: None,
         }
     }
 }
@@ -233,10 +236,11 @@ impl Memory {
             v: Output::Into(output(1)?),
         };
         let mut plan = Plan::new(config, inputs, outputs)?;
-        if case.path.is_some() || case.threads.is_some() {
+        if case.path.is_some() || case.threads.is_some() || case.overlap.is_some() {
             plan.dispatch(Dispatch {
                 path: case.path,
                 threads: case.threads,
+                overlap: case.overlap,
                 ..Dispatch::default()
             })?;
         }

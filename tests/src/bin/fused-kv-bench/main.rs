@@ -39,6 +39,9 @@ enum Command {
         /// Forces block sizes in the headline group; one column each.
         #[arg(long, value_delimiter = ',')]
         threads: Vec<u32>,
+        /// Forbids kernels to start before the one in front of them has ended.
+        #[arg(long)]
+        no_overlap: bool,
     },
     /// Time until the first plan exists, and the second. Run it in a fresh process, with the
     /// driver's cache where it is wanted (CUDA_CACHE_PATH, CUDA_CACHE_DISABLE).
@@ -287,6 +290,7 @@ fn dense(
     tokens: &[usize],
     path: Option<String>,
     threads: &[u32],
+    overlap: Option<bool>,
 ) -> Result<()> {
     let gpu = Gpu::new()?;
     let copy_kernel = CopyKernel::new(&gpu)?;
@@ -319,6 +323,7 @@ fn dense(
             let case = Case {
                 threads,
                 path,
+                overlap,
                 ..case.clone()
             };
             let figure = measure(&gpu, &copy_kernel, &case)?;
@@ -384,7 +389,15 @@ fn main() -> Result<()> {
             tokens,
             path,
             threads,
-        } => dense(out, group, &tokens, path, &threads),
+            no_overlap,
+        } => dense(
+            out,
+            group,
+            &tokens,
+            path,
+            &threads,
+            no_overlap.then_some(false),
+        ),
         Command::Load => load(),
     }
 }
