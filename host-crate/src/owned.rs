@@ -2,6 +2,7 @@
 
 use std::alloc;
 use std::fmt;
+use std::ptr::NonNull;
 
 use crate::error::{Argument, Error};
 use crate::tensor::{Layout, Raw, TensorView};
@@ -18,9 +19,7 @@ pub struct OwnedTensor {
 }
 
 enum Memory {
-    /// 8-byte words: aligned for every element type. Never empty, so that each tensor has an
-    /// address of its own.
-    Host(Vec<u64>),
+    Host(HostMemory),
     #[cfg(feature = "cuda")]
     Cuda(crate::cuda::DeviceMemory),
 }
@@ -51,10 +50,10 @@ impl OwnedTensor {
             .filter(|&bytes| bytes as u64 <= limit)
             .ok_or(too_large(bytes))?;
         let layout = Layout::contiguous(shape).map_err(Error::View)?;
-        let mut memory = match device {
+        let memory = match device {
             Device::Cpu => {
-                let words = zeroed_words(bytes.div_ceil(8).max(1));
-                Memory::Host(words.ok_or(Error::OutOfMemory { argument, bytes })?)
+                let memory = HostMemory::zeroed(bytes);
+                Memory::Host(memory.ok_or(Error::OutOfMemory { argument, bytes })?)
             }
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => {
@@ -63,8 +62,8 @@ impl OwnedTensor {
             #[cfg(not(feature = "cuda"))]
             Device::Cuda(_) => return Err(Error::cuda_not_compiled()),
         };
-        let address = match &mut memory {
-            Memory::Host(words) => words.as_mut_ptr() as usize,
+        let address = match &memory {
+            Memory::Host(memory) => memory.data.as_ptr() as usize,
             #[cfg(feature = "cuda")]
             Memory::Cuda(memory) => memory.address() as usize,
         };
@@ -127,15 +126,45 @@ impl fmt::Debug for OwnedTensor {
     }
 }
 
-/// `len` zeros, at least one; untouched pages cost nothing. `None` when there is no memory.
-fn zeroed_words(len: usize) -> Option<Vec<u64>> {
-    debug_assert!(len > 0);
-    let layout = alloc::Layout::array::<u64>(len).ok()?;
-    // SAFETY: the size is not zero, since `len` is not.
-    let words = unsafe { alloc::alloc_zeroed(layout) }.cast::<u64>();
-    if words.is_null() {
-        return None;
+/// Host memory that starts at a multiple of a cache line, which suits every element type and lets
+/// whole lines be written.
+struct HostMemory {
+    data: NonNull<u8>,
+    allocation: NonNull<u8>,
+    layout: alloc::Layout,
+}
+
+// SAFETY: the memory belongs to this value alone; what is in it are plain numbers.
+unsafe impl Send for HostMemory {}
+// SAFETY: as above; nothing is written through a shared reference.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    const LINE: usize = 64;
+
+    /// `bytes` zeros (at least one, so that every tensor has an address of its own). `None` when
+    /// there is no memory.
+    fn zeroed(bytes: usize) -> Option<Self> {
+        // Not by the layout's alignment: beyond that of malloc the zeros would be written at once,
+        // where calloc leaves untouched pages to the system.
+        let size = bytes.max(1).checked_add(Self::LINE - 1)?;
+        let layout = alloc::Layout::from_size_align(size, align_of::<u64>()).ok()?;
+        // SAFETY: the size is not zero.
+        let allocation = NonNull::new(unsafe { alloc::alloc_zeroed(layout) })?;
+        let skip = allocation.align_offset(Self::LINE);
+        // SAFETY: at most LINE - 1 bytes in, which the allocation has room for.
+        let data = unsafe { allocation.add(skip) };
+        Some(Self {
+            data,
+            allocation,
+            layout,
+        })
     }
-    // SAFETY: allocated by the global allocator with the layout of `len` u64, all initialized.
-    Some(unsafe { Vec::from_raw_parts(words, len, len) })
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout in `zeroed`, and freed only here.
+        unsafe { alloc::dealloc(self.allocation.as_ptr(), self.layout) };
+    }
 }

@@ -2,12 +2,18 @@
 //!
 //! Memory may be unaligned: everything here goes through unaligned reads and writes.
 
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::__m256;
+
 use fused_kv_kernels::abi::Status;
 use fused_kv_kernels::{arith, convert};
 
 use super::Task;
+#[cfg(target_arch = "x86_64")]
+use super::avx2;
 use super::rows;
 use crate::DType;
+use crate::plan::RopeStyle;
 
 /// Most chunks that a head has.
 pub(super) const MAX_CHUNKS: usize = 1024 / arith::CHUNK;
@@ -27,8 +33,30 @@ pub(super) trait Level: 'static {
     /// f32 to `float16` at `dst`.
     unsafe fn store_f16(src: &[f32], dst: *mut u8);
 
-    /// The chunk sums of `x`; returns how many.
-    unsafe fn chunk_sums(x: &[f32], sums: &mut [f32; MAX_CHUNKS]) -> usize;
+    /// Sum of squares of a head, in the order of the bit contract.
+    unsafe fn sum_of_squares(x: &[f32]) -> f32;
+
+    /// What follows the sum: normalizes and rotates a head and stores it at `dst`. `row` is
+    /// scratch afterwards.
+    unsafe fn finish<Out: Kind>(row: &mut [f32], inv: f32, layer: &Angled<'_>, dst: *mut u8);
+
+    /// Copies bytes; as `ptr::copy_nonoverlapping`.
+    unsafe fn copy(src: *const u8, dst: *mut u8, len: usize, stream: bool);
+
+    /// Asks for memory that is needed soon; any address will do.
+    fn prefetch(address: *const u8, len: usize);
+}
+
+/// What the heads of one token and layer have in common.
+pub(super) struct Angled<'r> {
+    /// Effective norm weights of the layer.
+    pub(super) weight: &'r [f32],
+    /// Cosines and sines of the token, R/2 each.
+    pub(super) cos: &'r [f32],
+    pub(super) sin: &'r [f32],
+    pub(super) style: RopeStyle,
+    /// Write past the caches; see [`Task::stream`].
+    pub(super) stream: bool,
 }
 
 /// Plain Rust for the build's target.
@@ -53,14 +81,64 @@ impl Level for Portable {
     }
 
     #[inline(always)]
-    unsafe fn chunk_sums(x: &[f32], sums: &mut [f32; MAX_CHUNKS]) -> usize {
-        let chunks = x.chunks(arith::CHUNK);
-        let count = chunks.len();
-        for (sum, chunk) in sums.iter_mut().zip(chunks) {
+    unsafe fn sum_of_squares(x: &[f32]) -> f32 {
+        let mut sums = [0f32; MAX_CHUNKS];
+        for (sum, chunk) in sums.iter_mut().zip(x.chunks(arith::CHUNK)) {
             *sum = arith::chunk_sum(chunk);
         }
-        count
+        arith::tree_sum(&mut sums[..arith::leaves(x.len() as u32) as usize])
     }
+
+    #[inline(always)]
+    unsafe fn finish<Out: Kind>(row: &mut [f32], inv: f32, layer: &Angled<'_>, dst: *mut u8) {
+        // SAFETY: passed on.
+        unsafe { finish::<Self, Out>(row, inv, layer, dst) }
+    }
+
+    #[inline(always)]
+    unsafe fn copy(src: *const u8, dst: *mut u8, len: usize, _stream: bool) {
+        // SAFETY: passed on.
+        unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
+    }
+
+    #[inline(always)]
+    fn prefetch(_address: *const u8, _len: usize) {}
+}
+
+/// The rest of the row algorithm in plain loops, which any instruction set may be compiled for.
+///
+/// # Safety
+///
+/// As [`Level::finish`].
+#[inline(always)]
+pub(super) unsafe fn finish<L: Level, Out: Kind>(
+    row: &mut [f32],
+    inv: f32,
+    layer: &Angled<'_>,
+    dst: *mut u8,
+) {
+    for (x, &w) in row.iter_mut().zip(layer.weight) {
+        *x = arith::normalize(*x, inv, w);
+    }
+    let half = layer.cos.len();
+    let rotated = &mut row[..2 * half];
+    let angles = layer.cos.iter().zip(layer.sin);
+    match layer.style {
+        RopeStyle::Neox => {
+            let (first, second) = rotated.split_at_mut(half);
+            for ((first, second), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
+                (*first, *second) = arith::rotate(*first, *second, cos, sin);
+            }
+        }
+        RopeStyle::Interleaved => {
+            let (pairs, _) = rotated.as_chunks_mut::<2>();
+            for ([first, second], (&cos, &sin)) in pairs.iter_mut().zip(angles) {
+                (*first, *second) = arith::rotate(*first, *second, cos, sin);
+            }
+        }
+    }
+    // SAFETY: passed on.
+    unsafe { Out::store::<L>(row, dst) };
 }
 
 /// AVX2 and F16C.
@@ -73,7 +151,11 @@ impl Level for Avx2 {
         #[target_feature(enable = "avx2,f16c")]
         unsafe fn compiled<In: Kind, Out: Kind>(task: &Task<'_>) -> Status {
             // SAFETY: passed on.
-            unsafe { rows::rows::<Avx2, In, Out>(task) }
+            let status = unsafe { rows::rows::<Avx2, In, Out>(task) };
+            if task.stream {
+                std::arch::x86_64::_mm_sfence();
+            }
+            status
         }
         // SAFETY: the caller made sure of AVX2 and F16C, and of the conditions of `rows`.
         unsafe { compiled::<In, Out>(task) }
@@ -81,50 +163,69 @@ impl Level for Avx2 {
 
     #[inline(always)]
     unsafe fn load_f16(src: *const u8, dst: &mut [f32]) {
-        use std::arch::x86_64::{_mm_loadu_si128, _mm256_cvtph_ps, _mm256_storeu_ps};
-        let (vectors, rest) = dst.as_chunks_mut::<8>();
-        let done = vectors.len() * 8;
-        for (index, vector) in vectors.iter_mut().enumerate() {
-            // SAFETY: F16C is there, `src` has an element for each of `dst`, and the loads and
-            // stores are unaligned ones.
-            unsafe {
-                let bits = _mm_loadu_si128(src.add(index * 16).cast());
-                _mm256_storeu_ps(vector.as_mut_ptr(), _mm256_cvtph_ps(bits));
-            }
-        }
-        // SAFETY: passed on, for the elements after the vectors.
-        unsafe { load_with(src.add(done * 2), rest, convert::f16_to_f32) }
+        // SAFETY: passed on; the caller made sure of F16C.
+        unsafe { avx2::load_f16(src, dst) }
     }
 
     #[inline(always)]
     unsafe fn store_f16(src: &[f32], dst: *mut u8) {
-        use std::arch::x86_64::{
-            _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_storeu_si128, _mm256_blendv_ps,
-            _mm256_cmp_ps, _mm256_cvtps_ph, _mm256_loadu_ps, _mm256_set1_ps,
-        };
-        let (vectors, rest) = src.as_chunks::<8>();
-        let done = vectors.len() * 8;
-        for (index, vector) in vectors.iter().enumerate() {
-            // SAFETY: AVX and F16C are there, `dst` has room for each element of `src`, and the
-            // loads and stores are unaligned ones.
-            unsafe {
-                // The instruction keeps the upper bits of a NaN; those of this one give NAN_16.
-                let canonical = _mm256_set1_ps(f32::from_bits(convert::NAN_32));
-                let value = _mm256_loadu_ps(vector.as_ptr());
-                let is_nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(value, value);
-                let value = _mm256_blendv_ps(value, canonical, is_nan);
-                let bits = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(value);
-                _mm_storeu_si128(dst.add(index * 16).cast(), bits);
-            }
-        }
-        // SAFETY: passed on, for the elements after the vectors.
-        unsafe { store_with(rest, dst.add(done * 2), convert::f16_from_f32) }
+        // SAFETY: passed on; the caller made sure of F16C.
+        unsafe { avx2::store_f16(src, dst) }
     }
 
     #[inline(always)]
-    unsafe fn chunk_sums(x: &[f32], sums: &mut [f32; MAX_CHUNKS]) -> usize {
-        // SAFETY: needs nothing.
-        unsafe { Portable::chunk_sums(x, sums) }
+    unsafe fn sum_of_squares(x: &[f32]) -> f32 {
+        // SAFETY: the caller made sure of AVX2.
+        unsafe { avx2::sum_of_squares(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn finish<Out: Kind>(row: &mut [f32], inv: f32, layer: &Angled<'_>, dst: *mut u8) {
+        let (head_dim, half) = (row.len(), layer.cos.len());
+        // SAFETY (of all blocks): passed on; the caller made sure of AVX2 and F16C.
+        if head_dim.is_multiple_of(8) && half.is_multiple_of(8) {
+            match (layer.style, layer.stream) {
+                // SAFETY: whole vectors of the head and of its halves.
+                (RopeStyle::Neox, false) => unsafe {
+                    avx2::finish_neox::<Out, false>(row, inv, layer, dst);
+                },
+                // SAFETY: as above.
+                (RopeStyle::Neox, true) => unsafe {
+                    avx2::finish_neox::<Out, true>(row, inv, layer, dst);
+                },
+                // SAFETY: as above.
+                (RopeStyle::Interleaved, false) => unsafe {
+                    avx2::finish_interleaved::<Out, false>(row, inv, layer, dst);
+                },
+                // SAFETY: as above.
+                (RopeStyle::Interleaved, true) => unsafe {
+                    avx2::finish_interleaved::<Out, true>(row, inv, layer, dst);
+                },
+            }
+        } else {
+            // SAFETY: passed on.
+            unsafe { finish::<Self, Out>(row, inv, layer, dst) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn copy(src: *const u8, dst: *mut u8, len: usize, stream: bool) {
+        if stream {
+            // SAFETY: passed on; the caller made sure of AVX2 and of the alignment.
+            unsafe { avx2::copy_streaming(src, dst, len) }
+        } else {
+            // SAFETY: passed on.
+            unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
+        }
+    }
+
+    #[inline(always)]
+    fn prefetch(address: *const u8, len: usize) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        for at in (0..len).step_by(64) {
+            // SAFETY: a prefetch never faults, whatever the address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(address.wrapping_add(at).cast()) };
+        }
     }
 }
 
@@ -146,6 +247,14 @@ pub(super) trait Kind: 'static {
     ///
     /// The elements are writable; the CPU has what `L` needs.
     unsafe fn store<L: Level>(src: &[f32], dst: *mut u8);
+
+    /// As [`Kind::store`], eight elements; past the caches with `STREAM`.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kind::store`], with AVX2 and F16C; with `STREAM` eight elements are aligned.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8);
 }
 
 /// `bfloat16`.
@@ -169,6 +278,14 @@ impl Kind for Bf16 {
         // SAFETY: passed on.
         unsafe { store_with(src, dst, convert::bf16_from_f32) }
     }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8) {
+        // SAFETY: passed on.
+        unsafe { avx2::store_bits16::<STREAM>(avx2::bf16_from_f32(src), dst) }
+    }
 }
 
 impl Kind for F16 {
@@ -185,6 +302,14 @@ impl Kind for F16 {
         // SAFETY: passed on.
         unsafe { L::store_f16(src, dst) }
     }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8) {
+        // SAFETY: passed on.
+        unsafe { avx2::store_bits16::<STREAM>(avx2::f16_from_f32(src), dst) }
+    }
 }
 
 impl Kind for F32 {
@@ -200,6 +325,14 @@ impl Kind for F32 {
     unsafe fn store<L: Level>(src: &[f32], dst: *mut u8) {
         // SAFETY: passed on.
         unsafe { store_with(src, dst, convert::f32_from_f32) }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8) {
+        // SAFETY: passed on.
+        unsafe { avx2::store_bits32::<STREAM>(avx2::canonical(src), dst) }
     }
 }
 
@@ -224,7 +357,11 @@ pub(super) unsafe fn load_any<L: Level>(dtype: DType, src: *const u8, dst: &mut 
 ///
 /// `dst.len()` values of type `B` are readable at `src`.
 #[inline(always)]
-unsafe fn load_with<B: Copy>(src: *const u8, dst: &mut [f32], convert: impl Fn(B) -> f32) {
+pub(super) unsafe fn load_with<B: Copy>(
+    src: *const u8,
+    dst: &mut [f32],
+    convert: impl Fn(B) -> f32,
+) {
     let src = src.cast::<B>();
     for (index, dst) in dst.iter_mut().enumerate() {
         // SAFETY: the caller's condition; the read is an unaligned one.
@@ -236,7 +373,7 @@ unsafe fn load_with<B: Copy>(src: *const u8, dst: &mut [f32], convert: impl Fn(B
 ///
 /// `src.len()` values of type `B` are writable at `dst`.
 #[inline(always)]
-unsafe fn store_with<B: Copy>(src: &[f32], dst: *mut u8, convert: impl Fn(f32) -> B) {
+pub(super) unsafe fn store_with<B: Copy>(src: &[f32], dst: *mut u8, convert: impl Fn(f32) -> B) {
     let dst = dst.cast::<B>();
     for (index, &src) in src.iter().enumerate() {
         // SAFETY: the caller's condition; the write is an unaligned one.

@@ -1,5 +1,7 @@
 //! The CPU backend: parallel over tokens and layers, the same bits as the kernels.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 mod element;
 mod rows;
 
@@ -8,7 +10,7 @@ use std::ops::Range;
 use fused_kv_kernels::abi::Status;
 use rayon::prelude::*;
 
-use crate::problem::Problem;
+use crate::problem::{Problem, Target};
 use crate::{DType, Error};
 
 #[cfg(target_arch = "x86_64")]
@@ -21,6 +23,11 @@ const MAX_TILE: usize = 32;
 const ANGLES: usize = 4096;
 /// Below this many bytes of `kv` a job is done before other threads have woken up.
 const SERIAL_BYTES: usize = 64 * 1024;
+
+/// From this many bytes of output on they are written past the caches.
+const STREAM_BYTES: usize = 16 << 20;
+/// Bytes of a vector.
+const VECTOR: usize = 32;
 
 /// Instruction sets that the row loops are compiled for. All give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,6 +85,7 @@ impl Runner {
         let groups = if tiles < wanted { layers } else { 1 };
         let group = layers.div_ceil(groups);
 
+        let stream = bytes >= STREAM_BYTES && aligned(problem);
         let task = |index: usize| {
             let (tile_index, group_index) = (index / groups, index % groups);
             let first = tile_index * tile;
@@ -86,6 +94,7 @@ impl Runner {
                 problem,
                 tokens: first..tokens.min(first + tile),
                 layers: first_layer..layers.min(first_layer + group),
+                stream,
             }
             .run(self.isa)
         };
@@ -111,6 +120,19 @@ impl Runner {
     }
 }
 
+/// Whether every row of the target starts at a multiple of [`VECTOR`] and is as long as one.
+fn aligned(problem: &Problem) -> bool {
+    let Target::Dense { k, v } = &problem.target;
+    let head_bytes = problem.config.head_dim * k.dtype.size();
+    [k, v].iter().all(|operand| {
+        operand.address.is_multiple_of(VECTOR)
+            && operand
+                .strides
+                .iter()
+                .all(|stride| stride % VECTOR as i64 == 0)
+    }) && head_bytes.is_multiple_of(VECTOR)
+}
+
 fn merge(a: Status, b: Status) -> Status {
     Status {
         bad_positions: a.bad_positions + b.bad_positions,
@@ -127,6 +149,9 @@ struct Task<'p> {
     problem: &'p Problem,
     tokens: Range<usize>,
     layers: Range<usize>,
+    /// Write past the caches: the results would push out everything else, and be gone themselves
+    /// before anyone reads them. Needs rows that are aligned to [`VECTOR`].
+    stream: bool,
 }
 
 impl Task<'_> {

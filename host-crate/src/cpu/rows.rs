@@ -3,14 +3,18 @@
 use fused_kv_kernels::abi::Status;
 use fused_kv_kernels::arith;
 
-use super::element::{Kind, Level, MAX_CHUNKS, load_any};
+use super::element::{Angled, Kind, Level, load_any};
 use super::{ANGLES, MAX_TILE, Task};
 use crate::DType;
-use crate::plan::{NormWeight, RopeStyle};
+use crate::plan::NormWeight;
 use crate::problem::{Operand, Problem, Target};
 
 /// Most elements that a head has.
 const MAX_HEAD_DIM: usize = 1024;
+/// Heads that are worked on together.
+const MAX_GROUP: usize = 8;
+/// Room for their elements.
+const SCRATCH: usize = 4096;
 
 /// The address `a * strides[0] + b * strides[1] ...` bytes after the operand's first element.
 #[inline(always)]
@@ -87,7 +91,7 @@ fn destinations(problem: &Problem, layer: usize, token: usize) -> (Destination, 
 ///
 /// # Safety
 ///
-/// The CPU has what `L` is compiled for; `In` and `Out` are the types of the problem's `kv` and
+/// The CPU has what `L` is compiled for; with [`Task::stream`] the rows of the target are aligned; `In` and `Out` are the types of the problem's `kv` and
 /// target; the memory that the problem names is live, and nobody else accesses the rows that the
 /// block writes or writes what it reads.
 #[inline(always)]
@@ -125,8 +129,9 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
 
     let mut weight = [0f32; MAX_HEAD_DIM];
     let weight = &mut weight[..head_dim];
-    let mut row = [0f32; MAX_HEAD_DIM];
-    let row = &mut row[..head_dim];
+    // Some heads at a time, so that their square roots and divisions are done together.
+    let mut scratch = [0f32; SCRATCH];
+    let group = (SCRATCH / head_dim).min(MAX_GROUP);
     let head_bytes = head_dim * In::DTYPE.size();
     for layer in task.layers.clone() {
         // SAFETY: layer < L; a weight row has D elements, eps and value_scale have L.
@@ -153,63 +158,51 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
                 continue;
             }
             let (cos, sin) = angles.split_at(rotary_dim / 2);
+            let angled = Angled {
+                weight,
+                cos,
+                sin,
+                style: config.rope_style,
+                stream: task.stream,
+            };
             let keys = at(&problem.kv, &[token, layer]) as *const u8;
             let (k, v) = destinations(problem, layer, token);
-            for head in 0..heads {
-                // SAFETY: a row of kv holds 2 * H * D elements, the destination H heads of D.
-                unsafe {
-                    In::load::<L>(keys.wrapping_add(head * head_bytes), row);
-                    key::<L>(row, weight, eps, cos, sin, config.rope_style);
-                    Out::store::<L>(row, k.head(head));
+            let next = match token + 1 {
+                next if next < task.tokens.end => at(&problem.kv, &[next, layer]),
+                _ => at(&problem.kv, &[task.tokens.start, layer + 1]),
+            } as *const u8;
+            for first in (0..heads).step_by(group) {
+                let group = first..heads.min(first + group);
+                let mut sums = [0f32; MAX_GROUP];
+                for ((head, row), sum) in group
+                    .clone()
+                    .zip(scratch.chunks_exact_mut(head_dim))
+                    .zip(&mut sums)
+                {
+                    L::prefetch(next.wrapping_add(head * head_bytes), head_bytes);
+                    // SAFETY: a row of kv holds 2 * H * D elements.
+                    *sum = unsafe {
+                        In::load::<L>(keys.wrapping_add(head * head_bytes), row);
+                        L::sum_of_squares(row)
+                    };
+                }
+                let inv = sums.map(|sum| arith::inverse_rms(sum, head_dim as u32, eps, f32::sqrt));
+                for ((head, row), inv) in group.zip(scratch.chunks_exact_mut(head_dim)).zip(inv) {
+                    let next = next.wrapping_add((heads + head) * head_bytes);
+                    L::prefetch(next, head_bytes);
+                    // SAFETY: the destination has H heads of D elements.
+                    unsafe { L::finish::<Out>(row, inv, &angled, k.head(head)) };
                 }
             }
             let values = keys.wrapping_add(heads * head_bytes);
             // SAFETY: as above; V is the second half of the row.
-            unsafe { value::<L, In, Out>(values, v, heads, scale, row) };
+            unsafe {
+                let row = &mut scratch[..head_dim];
+                value::<L, In, Out>(values, v, heads, scale, row, task.stream);
+            }
         }
     }
     status
-}
-
-/// RMSNorm and RoPE of one row, in place.
-///
-/// # Safety
-///
-/// The CPU has what `L` is compiled for.
-#[inline(always)]
-unsafe fn key<L: Level>(
-    row: &mut [f32],
-    weight: &[f32],
-    eps: f32,
-    cos: &[f32],
-    sin: &[f32],
-    style: RopeStyle,
-) {
-    let head_dim = row.len() as u32;
-    let mut sums = [0f32; MAX_CHUNKS];
-    // SAFETY: passed on.
-    unsafe { L::chunk_sums(row, &mut sums) };
-    let sum = arith::tree_sum(&mut sums[..arith::leaves(head_dim) as usize]);
-    let inv = arith::inverse_rms(sum, head_dim, eps, f32::sqrt);
-    for (x, &w) in row.iter_mut().zip(weight) {
-        *x = arith::normalize(*x, inv, w);
-    }
-    let rotated = &mut row[..2 * cos.len()];
-    let angles = cos.iter().zip(sin);
-    match style {
-        RopeStyle::Neox => {
-            let (first, second) = rotated.split_at_mut(cos.len());
-            for ((first, second), (&cos, &sin)) in first.iter_mut().zip(second).zip(angles) {
-                (*first, *second) = arith::rotate(*first, *second, cos, sin);
-            }
-        }
-        RopeStyle::Interleaved => {
-            let (pairs, _) = rotated.as_chunks_mut::<2>();
-            for ([first, second], (&cos, &sin)) in pairs.iter_mut().zip(angles) {
-                (*first, *second) = arith::rotate(*first, *second, cos, sin);
-            }
-        }
-    }
 }
 
 /// Copies or scales V of one token and layer.
@@ -225,19 +218,20 @@ unsafe fn value<L: Level, In: Kind, Out: Kind>(
     heads: usize,
     scale: Option<f32>,
     row: &mut [f32],
+    stream: bool,
 ) {
     let head_bytes = row.len() * In::DTYPE.size();
     // SAFETY (of all blocks): the caller's condition; outputs never overlap inputs.
     match scale {
         None if In::DTYPE == Out::DTYPE && v.head == head_bytes as i64 => {
             // SAFETY: the heads follow each other on both sides.
-            unsafe { std::ptr::copy_nonoverlapping(values, v.head(0), heads * head_bytes) };
+            unsafe { L::copy(values, v.head(0), heads * head_bytes, stream) };
         }
         None if In::DTYPE == Out::DTYPE => {
             for head in 0..heads {
                 let from = values.wrapping_add(head * head_bytes);
                 // SAFETY: one head on both sides.
-                unsafe { std::ptr::copy_nonoverlapping(from, v.head(head), head_bytes) };
+                unsafe { L::copy(from, v.head(head), head_bytes, stream) };
             }
         }
         _ => {
