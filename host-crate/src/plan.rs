@@ -294,12 +294,12 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Chooses the CPU's instruction set, which must be there.
+    /// Chooses the code that the CPU backend runs.
     #[cfg(test)]
-    pub(crate) fn force_isa(&mut self, isa: cpu::Isa) {
+    pub(crate) fn force_cpu(&mut self, isa: cpu::Isa, stream_bytes: usize) {
         #[allow(irrefutable_let_patterns, reason = "more backends with more features")]
         if let Backend::Cpu(runner) = &mut self.backend {
-            runner.isa = isa;
+            runner.force(isa, stream_bytes);
         }
     }
 }

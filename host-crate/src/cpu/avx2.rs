@@ -4,16 +4,19 @@
 //! inlined into it.
 
 use std::arch::x86_64::{
-    __m128i, __m256, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_loadu_ps, _mm_loadu_si128,
-    _mm_packus_epi32, _mm_storeu_si128, _mm_stream_si128, _mm256_add_epi32, _mm256_add_ps,
-    _mm256_addsub_ps, _mm256_and_si256, _mm256_blendv_ps, _mm256_castps_si256,
-    _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
-    _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_extracti128_si256, _mm256_insertf128_ps,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_permute_ps,
-    _mm256_permutevar8x32_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32,
-    _mm256_shuffle_ps, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_stream_ps, _mm256_stream_si256,
-    _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    __m128i, __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_add_ps, _mm_add_ss,
+    _mm_cvtss_f32, _mm_loadu_ps, _mm_loadu_si128, _mm_movehl_ps, _mm_packus_epi32, _mm_shuffle_ps,
+    _mm_storeu_si128, _mm_stream_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_addsub_ps,
+    _mm256_and_si256, _mm256_blendv_ps, _mm256_castps_si256, _mm256_castps128_ps256,
+    _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
+    _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256,
+    _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_packus_epi32,
+    _mm256_permute_ps, _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps, _mm256_set1_epi32,
+    _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_srli_epi32,
+    _mm256_storeu_ps, _mm256_storeu_si256, _mm256_stream_ps, _mm256_stream_si256, _mm256_sub_ps,
+    _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
+use std::ops::Range;
 
 use fused_kv_kernels::{arith, convert};
 
@@ -65,42 +68,56 @@ pub(super) unsafe fn store_f16(src: &[f32], dst: *mut u8) {
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 pub(super) fn sum_of_squares(x: &[f32]) -> f32 {
-    let mut sums = [0f32; MAX_CHUNKS];
     let (groups, rest) = x.as_chunks::<64>();
-    let (vectors, _) = sums.as_chunks_mut::<8>();
-    for (sums, group) in vectors.iter_mut().zip(groups) {
-        chunk_sums(group, sums);
+    // The usual head dimensions without a detour through memory.
+    match (groups, rest) {
+        ([one], []) => return tree_sum(chunk_sums(one)),
+        ([low, high], []) => {
+            return tree_sum(_mm256_add_ps(chunk_sums(low), chunk_sums(high)));
+        }
+        _ => {}
+    }
+    let mut vectors = [_mm256_setzero_ps(); MAX_CHUNKS / 8];
+    for (vector, group) in vectors.iter_mut().zip(groups) {
+        *vector = chunk_sums(group);
     }
     if !rest.is_empty() {
         // Zeros add nothing to a sum of squares, which is never -0.0, and a chunk of zeros is what
         // the tree is padded with.
         let mut padded = [0f32; 64];
         padded[..rest.len()].copy_from_slice(rest);
-        chunk_sums(&padded, &mut vectors[groups.len()]);
+        vectors[groups.len()] = chunk_sums(&padded);
     }
-    let leaves = arith::leaves(x.len() as u32) as usize;
-    // Halve down to one vector, eight sums at a time.
-    let (vectors, _) = sums.as_chunks_mut::<8>();
-    let mut half = leaves / 16;
+    // Halve down to one vector, eight sums at a time. Fewer sums than eight are followed by zeros,
+    // which the last halvings add first.
+    let mut half = arith::leaves(x.len() as u32) as usize / 16;
     while half > 0 {
         let (low, high) = vectors.split_at_mut(half);
         for (low, high) in low.iter_mut().zip(high) {
-            for (low, high) in low.iter_mut().zip(high) {
-                *low += *high;
-            }
+            *low = _mm256_add_ps(*low, *high);
         }
         half /= 2;
     }
-    match leaves {
-        8.. => arith::tree_sum(&mut vectors[0]),
-        _ => arith::tree_sum(&mut vectors[0][..leaves]),
-    }
+    tree_sum(vectors[0])
+}
+
+/// As [`arith::tree_sum`] of eight sums.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn tree_sum(sums: __m256) -> f32 {
+    let four = _mm_add_ps(
+        _mm256_castps256_ps128(sums),
+        _mm256_extractf128_ps::<1>(sums),
+    );
+    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    let one = _mm_add_ss(two, _mm_shuffle_ps::<1>(two, two));
+    _mm_cvtss_f32(one)
 }
 
 /// The sums of eight chunks at once, one in each lane.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-fn chunk_sums(x: &[f32; 64], sums: &mut [f32; 8]) {
+fn chunk_sums(x: &[f32; 64]) -> __m256 {
     // Elements `4 * half..4 * half + 4` of the chunks `chunk` and `chunk + 4`, squared.
     let squares = |chunk: usize, half: usize| -> __m256 {
         // SAFETY: within the 64 elements (the highest read is at 8 * 7 + 4); unaligned reads.
@@ -127,8 +144,7 @@ fn chunk_sums(x: &[f32; 64], sums: &mut [f32; 8]) {
     for squares in columns(1) {
         sum = _mm256_add_ps(sum, squares);
     }
-    // SAFETY: within the 8 sums; an unaligned write.
-    unsafe { _mm256_storeu_ps(sums.as_mut_ptr(), sum) };
+    sum
 }
 
 /// The values with every NaN replaced by the canonical one of f32.
@@ -147,25 +163,59 @@ pub(super) fn f16_from_f32(value: __m256) -> __m128i {
     _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(value))
 }
 
-/// As [`convert::bf16_from_f32`].
+/// As [`convert::bf16_from_f32`], each in the lower half of its lane.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-pub(super) fn bf16_from_f32(value: __m256) -> __m128i {
+fn bf16_lanes(value: __m256) -> __m256i {
     let bits = _mm256_castps_si256(value);
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     let half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
     let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
     let nan = _mm256_set1_epi32(i32::from(convert::NAN_16 as i16));
     let is_nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(value, value);
-    let rounded = _mm256_castps_si256(_mm256_blendv_ps(
+    _mm256_castps_si256(_mm256_blendv_ps(
         _mm256_castsi256_ps(rounded),
         _mm256_castsi256_ps(nan),
         is_nan,
-    ));
+    ))
+}
+
+/// As [`convert::bf16_from_f32`].
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) fn bf16_from_f32(value: __m256) -> __m128i {
+    let lanes = bf16_lanes(value);
     _mm_packus_epi32(
-        _mm256_castsi256_si128(rounded),
-        _mm256_extracti128_si256::<1>(rounded),
+        _mm256_castsi256_si128(lanes),
+        _mm256_extracti128_si256::<1>(lanes),
     )
+}
+
+/// As [`convert::bf16_from_f32`], of sixteen values.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) fn bf16_from_f32x16(low: __m256, high: __m256) -> __m256i {
+    // The packing takes the four halves in turns; the permutation puts them in order.
+    let packed = _mm256_packus_epi32(bf16_lanes(low), bf16_lanes(high));
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
+}
+
+/// Stores 32 bytes.
+///
+/// # Safety
+///
+/// As [`store_bits16`].
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) unsafe fn store_vector<const STREAM: bool>(bits: __m256i, dst: *mut u8) {
+    // SAFETY: the caller's condition.
+    unsafe {
+        if STREAM {
+            _mm256_stream_si256(dst.cast(), bits);
+        } else {
+            _mm256_storeu_si256(dst.cast(), bits);
+        }
+    }
 }
 
 /// Stores eight 16-bit elements.
@@ -236,12 +286,38 @@ fn normalize(x: &[f32; 8], inv: __m256, weight: &[f32; 8]) -> __m256 {
     _mm256_mul_ps(_mm256_mul_ps(load(x), inv), load(weight))
 }
 
+/// Stores the vectors `from..to` of a head, two at a time.
+///
+/// # Safety
+///
+/// `values(index)` may be called for them, and each is writable at `dst`, aligned with `STREAM`.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn store_all<Out: Kind, const STREAM: bool>(
+    range: Range<usize>,
+    dst: *mut u8,
+    values: impl Fn(usize) -> __m256,
+) {
+    let bytes = 8 * Out::DTYPE.size();
+    let mut index = range.start;
+    while index + 1 < range.end {
+        let (low, high) = (values(index), values(index + 1));
+        // SAFETY: the caller's condition, of two vectors.
+        unsafe { Out::store16::<STREAM>(low, high, dst.add(index * bytes)) };
+        index += 2;
+    }
+    if index < range.end {
+        // SAFETY: the caller's condition.
+        unsafe { Out::store8::<STREAM>(values(index), dst.add(index * bytes)) };
+    }
+}
+
 /// [`Level::finish`](super::element::Level::finish) for pairs `(i, i + R/2)`.
 ///
 /// # Safety
 ///
-/// D and R/2 are multiples of 8; D elements are writable at `dst`, aligned by eights with
-/// `STREAM`.
+/// D and R/2 are multiples of 8; D elements are writable at `dst`, which is aligned to vectors
+/// with `STREAM`.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 pub(super) unsafe fn finish_neox<Out: Kind, const STREAM: bool>(
@@ -258,33 +334,39 @@ pub(super) unsafe fn finish_neox<Out: Kind, const STREAM: bool>(
     let (second_weight, rest_weight) = rest_weight.split_at(half);
     let bytes = 8 * Out::DTYPE.size();
     let inv = _mm256_set1_ps(inv);
-    let first = first.iter().zip(first_weight);
-    let second = second.iter().zip(second_weight);
-    for (index, ((first, second), (cos, sin))) in
-        first.zip(second).zip(cos.iter().zip(sin)).enumerate()
-    {
-        let (first, second) = (
-            normalize(first.0, inv, first.1),
-            normalize(second.0, inv, second.1),
-        );
-        let (cos, sin) = (load(cos), load(sin));
+    let rotated = |index: usize| {
+        let first = normalize(&first[index], inv, &first_weight[index]);
+        let second = normalize(&second[index], inv, &second_weight[index]);
+        let (cos, sin) = (load(&cos[index]), load(&sin[index]));
         // As `arith::rotate`.
-        let new_first = _mm256_sub_ps(_mm256_mul_ps(first, cos), _mm256_mul_ps(second, sin));
-        let new_second = _mm256_add_ps(_mm256_mul_ps(second, cos), _mm256_mul_ps(first, sin));
-        // SAFETY: the vectors `index` and `half + index` of the head.
+        (
+            _mm256_sub_ps(_mm256_mul_ps(first, cos), _mm256_mul_ps(second, sin)),
+            _mm256_add_ps(_mm256_mul_ps(second, cos), _mm256_mul_ps(first, sin)),
+        )
+    };
+    let mut index = 0;
+    while index + 1 < half {
+        let (a, b) = (rotated(index), rotated(index + 1));
+        // SAFETY: two vectors of each half of the head.
         unsafe {
-            Out::store8::<STREAM>(new_first, dst.add(index * bytes));
-            Out::store8::<STREAM>(new_second, dst.add((half + index) * bytes));
+            Out::store16::<STREAM>(a.0, b.0, dst.add(index * bytes));
+            Out::store16::<STREAM>(a.1, b.1, dst.add((half + index) * bytes));
+        }
+        index += 2;
+    }
+    if index < half {
+        let (first, second) = rotated(index);
+        // SAFETY: the last vector of each half.
+        unsafe {
+            Out::store8::<STREAM>(first, dst.add(index * bytes));
+            Out::store8::<STREAM>(second, dst.add((half + index) * bytes));
         }
     }
-    for (index, (x, weight)) in rest.iter().zip(rest_weight).enumerate() {
-        // SAFETY: a vector after the two halves.
-        unsafe {
-            Out::store8::<STREAM>(
-                normalize(x, inv, weight),
-                dst.add((2 * half + index) * bytes),
-            );
-        }
+    // SAFETY: the vectors after the two halves.
+    unsafe {
+        store_all::<Out, STREAM>(0..rest.len(), dst.add(2 * half * bytes), |index| {
+            normalize(&rest[index], inv, &rest_weight[index])
+        });
     }
 }
 
@@ -303,9 +385,7 @@ pub(super) unsafe fn finish_interleaved<Out: Kind, const STREAM: bool>(
 ) {
     let (cos, _) = layer.cos.as_chunks::<4>();
     let (sin, _) = layer.sin.as_chunks::<4>();
-    let (rotated, rest) = eights(row).split_at(cos.len());
-    let (weight, rest_weight) = eights(layer.weight).split_at(cos.len());
-    let bytes = 8 * Out::DTYPE.size();
+    let (row, weight) = (eights(row), eights(layer.weight));
     let inv = _mm256_set1_ps(inv);
     // Each angle for both elements of its pair.
     let twice = |angles: &[f32; 4]| {
@@ -313,30 +393,20 @@ pub(super) unsafe fn finish_interleaved<Out: Kind, const STREAM: bool>(
         let angles = _mm256_castps128_ps256(unsafe { _mm_loadu_ps(angles.as_ptr()) });
         _mm256_permutevar8x32_ps(angles, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3))
     };
-    for (index, ((x, weight), (cos, sin))) in rotated
-        .iter()
-        .zip(weight)
-        .zip(cos.iter().zip(sin))
-        .enumerate()
-    {
-        let x = normalize(x, inv, weight);
+    let normalized = |index: usize| normalize(&row[index], inv, &weight[index]);
+    let rotated = |index: usize| {
+        let x = normalized(index);
         let swapped = _mm256_permute_ps::<0b10_11_00_01>(x);
         // As `arith::rotate`: subtracts in the even lanes, adds in the odd ones.
-        let x = _mm256_addsub_ps(
-            _mm256_mul_ps(x, twice(cos)),
-            _mm256_mul_ps(swapped, twice(sin)),
-        );
-        // SAFETY: the vector `index` of the head.
-        unsafe { Out::store8::<STREAM>(x, dst.add(index * bytes)) };
-    }
-    for (index, (x, weight)) in rest.iter().zip(rest_weight).enumerate() {
-        // SAFETY: a vector after the rotated ones.
-        unsafe {
-            Out::store8::<STREAM>(
-                normalize(x, inv, weight),
-                dst.add((cos.len() + index) * bytes),
-            );
-        }
+        _mm256_addsub_ps(
+            _mm256_mul_ps(x, twice(&cos[index])),
+            _mm256_mul_ps(swapped, twice(&sin[index])),
+        )
+    };
+    // SAFETY: the vectors of the head.
+    unsafe {
+        store_all::<Out, STREAM>(0..cos.len(), dst, rotated);
+        store_all::<Out, STREAM>(cos.len()..row.len(), dst, normalized);
     }
 }
 

@@ -255,6 +255,22 @@ pub(super) trait Kind: 'static {
     /// As [`Kind::store`], with AVX2 and F16C; with `STREAM` eight elements are aligned.
     #[cfg(target_arch = "x86_64")]
     unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8);
+
+    /// As [`Kind::store8`], sixteen elements, of which eight are aligned with `STREAM`.
+    ///
+    /// # Safety
+    ///
+    /// As [`Kind::store8`].
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn store16<const STREAM: bool>(low: __m256, high: __m256, dst: *mut u8) {
+        // SAFETY: passed on, for each half.
+        unsafe {
+            Self::store8::<STREAM>(low, dst);
+            Self::store8::<STREAM>(high, dst.add(8 * Self::DTYPE.size()));
+        }
+    }
 }
 
 /// `bfloat16`.
@@ -285,6 +301,14 @@ impl Kind for Bf16 {
     unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8) {
         // SAFETY: passed on.
         unsafe { avx2::store_bits16::<STREAM>(avx2::bf16_from_f32(src), dst) }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn store16<const STREAM: bool>(low: __m256, high: __m256, dst: *mut u8) {
+        // SAFETY: passed on.
+        unsafe { avx2::store_vector::<STREAM>(avx2::bf16_from_f32x16(low, high), dst) }
     }
 }
 

@@ -24,7 +24,7 @@ const ANGLES: usize = 4096;
 /// Below this many bytes of `kv` a job is done before other threads have woken up.
 const SERIAL_BYTES: usize = 64 * 1024;
 
-/// From this many bytes of output on they are written past the caches.
+/// Where streaming begins: beyond what the caches of one core hold.
 const STREAM_BYTES: usize = 16 << 20;
 /// Bytes of a vector.
 const VECTOR: usize = 32;
@@ -53,7 +53,9 @@ impl Isa {
 #[derive(Debug)]
 pub(crate) struct Runner {
     status: Status,
-    pub(crate) isa: Isa,
+    isa: Isa,
+    /// From this many bytes of output on they are written past the caches.
+    stream_bytes: usize,
 }
 
 impl Runner {
@@ -61,7 +63,14 @@ impl Runner {
         Self {
             status: Status::CLEAR,
             isa: Isa::detect(),
+            stream_bytes: STREAM_BYTES,
         }
+    }
+
+    /// Chooses the code: an instruction set, which must be there, and where streaming begins.
+    #[cfg(test)]
+    pub(crate) fn force(&mut self, isa: Isa, stream_bytes: usize) {
+        (self.isa, self.stream_bytes) = (isa, stream_bytes);
     }
 
     /// Computes every row.
@@ -85,7 +94,7 @@ impl Runner {
         let groups = if tiles < wanted { layers } else { 1 };
         let group = layers.div_ceil(groups);
 
-        let stream = bytes >= STREAM_BYTES && aligned(problem);
+        let stream = bytes >= self.stream_bytes && aligned(problem);
         let task = |index: usize| {
             let (tile_index, group_index) = (index / groups, index % groups);
             let first = tile_index * tile;
@@ -120,17 +129,20 @@ impl Runner {
     }
 }
 
-/// Whether every row of the target starts at a multiple of [`VECTOR`] and is as long as one.
+/// Whether every head of the target, and each half of its rotated part, starts at a multiple of
+/// [`VECTOR`].
 fn aligned(problem: &Problem) -> bool {
     let Target::Dense { k, v } = &problem.target;
-    let head_bytes = problem.config.head_dim * k.dtype.size();
-    [k, v].iter().all(|operand| {
-        operand.address.is_multiple_of(VECTOR)
-            && operand
-                .strides
-                .iter()
-                .all(|stride| stride % VECTOR as i64 == 0)
-    }) && head_bytes.is_multiple_of(VECTOR)
+    let whole = |elements: usize| (elements * k.dtype.size()).is_multiple_of(VECTOR);
+    whole(problem.config.head_dim)
+        && whole(problem.config.rotary_dim / 2)
+        && [k, v].iter().all(|operand| {
+            operand.address.is_multiple_of(VECTOR)
+                && operand
+                    .strides
+                    .iter()
+                    .all(|stride| stride % VECTOR as i64 == 0)
+        })
 }
 
 fn merge(a: Status, b: Status) -> Status {
@@ -150,7 +162,7 @@ struct Task<'p> {
     tokens: Range<usize>,
     layers: Range<usize>,
     /// Write past the caches: the results would push out everything else, and be gone themselves
-    /// before anyone reads them. Needs rows that are aligned to [`VECTOR`].
+    /// before anyone reads them. Only where [`aligned`].
     stream: bool,
 }
 

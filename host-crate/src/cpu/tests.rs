@@ -113,9 +113,9 @@ impl Case {
         }
     }
 
-    fn run(&self, isa: Isa, threads: usize) -> (Vec<u8>, Vec<u8>) {
+    fn run(&self, isa: Isa, stream_bytes: usize, threads: usize) -> (Vec<u8>, Vec<u8>) {
         let mut plan = Plan::new(self.config, self.inputs(), Outputs::default()).unwrap();
-        plan.force_isa(isa);
+        plan.force_cpu(isa, stream_bytes);
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .build()
@@ -235,6 +235,9 @@ fn every_instruction_set_gives_the_bits_of_the_plain_loops() {
         (8, 8),
         (46, 24),
         (64, 64),
+        (64, 16),
+        (72, 72),
+        (64, 48),
         (80, 32),
         (96, 96),
         (128, 128),
@@ -258,15 +261,17 @@ fn every_instruction_set_gives_the_bits_of_the_plain_loops() {
                     let case = Case::new(seed, config, [5, 2], [kv, weight, table]);
                     let expected = case.reference();
                     for isa in isas() {
-                        let found = case.run(isa, 1);
-                        assert!(
-                            found.0 == expected.0,
-                            "K {isa:?} {config:?} {kv} {weight} {table}"
-                        );
-                        assert!(
-                            found.1 == expected.1,
-                            "V {isa:?} {config:?} {kv} {weight} {table}"
-                        );
+                        for stream_bytes in [0, usize::MAX] {
+                            let found = case.run(isa, stream_bytes, 1);
+                            assert!(
+                                found.0 == expected.0,
+                                "K {isa:?} {config:?} {kv} {weight} {table}"
+                            );
+                            assert!(
+                                found.1 == expected.1,
+                                "V {isa:?} {config:?} {kv} {weight} {table}"
+                            );
+                        }
                     }
                 }
             }
@@ -288,7 +293,7 @@ fn every_split_gives_the_same_bits() {
         let expected = case.reference();
         for threads in [1, 2, 5] {
             assert!(
-                case.run(Isa::detect(), threads) == expected,
+                case.run(Isa::detect(), STREAM_BYTES, threads) == expected,
                 "{tokens} {threads}"
             );
         }
