@@ -929,12 +929,11 @@ mod gpu {
         let Some(gpu) = Gpu::get() else { return };
         let mut host = HostMemory::from_bytes(&[0; 4096]);
         let pinned = Pinned::new(4096);
-        for index in 1..8 {
+        for (index, argument) in ARGUMENTS.into_iter().enumerate().skip(1) {
             for address in [host.address(), pinned.address()] {
                 for claimed in [Device::Cpu, Device::Cuda(0)] {
                     let mut job = Job::new(&gpu);
                     (job.addresses[index], job.claimed[index]) = (address, claimed);
-                    let argument = ARGUMENTS[index];
                     let expected = match argument {
                         Argument::KOut | Argument::VOut => Error::DeviceDtype {
                             argument,
