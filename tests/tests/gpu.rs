@@ -723,6 +723,97 @@ mod gpu {
         other.assert_done("a call after all was dropped");
     }
 
+    /// Calls in a row on one stream, of which each reads what the one before wrote and writes over
+    /// what the one before read: launched one by one, and replayed from a graph.
+    #[test]
+    fn calls_that_depend_on_each_other() {
+        let Some(gpu) = Gpu::get() else { return };
+        // The first call's K of 16 heads is the second call's kv of 8.
+        let spec = |heads, seed| Spec {
+            tokens: 1024,
+            layers: 1,
+            heads,
+            seed,
+            ..Spec::default()
+        };
+        let first = [1, 2].map(|seed| spec(16, seed).build());
+        let expected = first.clone().map(|case| {
+            let between = Runner::Cpu.run(&case).expect("a valid case").k;
+            let mut second = spec(8, 3).build();
+            second.kv.scatter(&between.gather());
+            let outcome = Runner::Cpu.run(&second).expect("a valid case");
+            (second, outcome.k.gather())
+        });
+        let second = &expected[0].0;
+        let place = |bytes: &[u8]| DeviceMemory::from_bytes(&gpu.context, bytes).expect("memory");
+        let sources = first.clone().map(|case| place(&case.kv.gather()));
+        let row = 16 * 128isize;
+        let between = place(&vec![0; 1024 * 16 * 128 * 2]);
+        let unused = [
+            place(&vec![0; between.len()]),
+            place(&vec![0; between.len() / 2]),
+        ];
+        let mut results = [(); 2].map(|()| place(&vec![0; between.len() / 2]));
+        let (small, others) = (
+            first.clone().map(|case| Small::new(&gpu, &case)),
+            Small::new(&gpu, second),
+        );
+        let into = |memory: &DeviceMemory, heads: isize| {
+            let shape = [1, 1024, heads as usize, 128];
+            let strides = [1024 * heads * 128, heads * 128, 128, 1];
+            Output::Into(view_mut(memory, 0, DType::Bf16, &shape, &strides))
+        };
+        let mut plans = Vec::new();
+        for side in 0..2 {
+            let kv = view(
+                &sources[side],
+                0,
+                DType::Bf16,
+                &first[side].kv.shape,
+                &[2 * row, 2 * row, 1],
+            );
+            let outputs = Outputs {
+                k: into(&between, 16),
+                v: into(&unused[0], 16),
+            };
+            let inputs = small[side].inputs(&first[side], kv);
+            plans.push(Plan::new(first[side].config, inputs, outputs).expect("a valid job"));
+            let kv = view(&between, 0, DType::Bf16, &second.kv.shape, &[row, row, 1]);
+            let outputs = Outputs {
+                k: into(&results[side], 8),
+                v: into(&unused[1], 8),
+            };
+            let inputs = others.inputs(second, kv);
+            plans.push(Plan::new(second.config, inputs, outputs).expect("a valid job"));
+        }
+        let stream = TestStream::non_blocking();
+        let graph = stream.capture(|| {
+            for plan in &mut plans {
+                plan.run_on(stream.stream()).expect("a captured launch");
+            }
+        });
+        for round in 0..40 {
+            for result in &mut results {
+                write(result, 0, &vec![0; 1024 * 8 * 128 * 2]);
+            }
+            gpu.context.synchronize().expect("nothing failed");
+            if round % 2 == 0 {
+                for plan in &mut plans {
+                    plan.run_on(stream.stream()).expect("a launch");
+                }
+            } else {
+                stream.replay(&graph);
+            }
+            stream.wait();
+            for side in 0..2 {
+                assert!(
+                    read(&results[side], 0, results[side].len()) == expected[side].1,
+                    "round {round}, side {side}"
+                );
+            }
+        }
+    }
+
     /// What a replay finds out is reported by the plan that was captured.
     #[test]
     fn a_bad_position_in_a_replay() {
