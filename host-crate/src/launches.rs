@@ -166,6 +166,8 @@ pub(crate) fn launches(
             )
             | flag(problem.positions.dtype == DType::I64, flags::POSITIONS_I64),
         lane_shift: 0,
+        rotated: 0,
+        rest: 0,
         page_shift: 0,
         row_divisor: Default::default(),
         page_divisor: Default::default(),

@@ -157,6 +157,11 @@ pub struct Params {
     pub flags: u32,
     /// log2 of the lanes that share the sum of one row.
     pub lane_shift: u32,
+    /// Vector kernels: distance, in chunks, between the two chunks of a rotated lane; 0 where no
+    /// lane holds a rotated pair of chunks (interleaved style).
+    pub rotated: u32,
+    /// Vector kernels: the same distance for the other lanes.
+    pub rest: u32,
     /// log2 of the page size when that is a power of two, else `u32::MAX` (pool only).
     pub page_shift: u32,
     /// Division of a row index into token and head (or batch of heads).
@@ -241,14 +246,14 @@ impl Status {
 }
 
 /// Version of this layout; PTX manifests carry it, and a host refuses PTX of another.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 1;
 
 const _: () = {
     use core::mem::{align_of, offset_of, size_of};
-    assert!(size_of::<Params>() == 12 * 8 + 16 * 8 + 12 * 4 + 2 * 12);
+    assert!(size_of::<Params>() == 12 * 8 + 16 * 8 + 14 * 4 + 2 * 12);
     assert!(align_of::<Params>() == 8);
     assert!(offset_of!(Params, kv_token) == 96);
     assert!(offset_of!(Params, rows) == 224);
-    assert!(offset_of!(Params, row_divisor) == 272);
+    assert!(offset_of!(Params, row_divisor) == 280);
     assert!(size_of::<Status>() == 48);
 };

@@ -126,6 +126,10 @@ impl Device for Lane<'_> {
         // SAFETY: the caller's promise.
         unsafe { load(when, address) }
     }
+    unsafe fn load_128_once(self, address: u64) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { load(true, address) }
+    }
     unsafe fn store_8(self, when: bool, address: u64, value: u8) {
         // SAFETY: the caller's promise.
         unsafe { store(when, address, value) }

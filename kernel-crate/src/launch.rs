@@ -5,7 +5,7 @@ use crate::abi::{Code, FastDivisor, Params};
 /// A dispatch path. All of them give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Path {
-    /// 16 bytes at a time: aligned rows, whole chunks, at most 256 elements a head.
+    /// 16 bytes at a time: aligned rows, whole chunks, at most 512 elements a head.
     Vector,
     /// Two elements at a time: rows aligned to two elements.
     Pairs,
@@ -26,6 +26,9 @@ impl Path {
         }
     }
 }
+
+/// Up to this many threads a launch takes small blocks, which start and end sooner.
+const SMALL: u64 = 64 * 1024;
 
 /// What decides about the path: geometry, dtypes, and the alignment of everything.
 ///
@@ -90,8 +93,8 @@ impl Facts {
                 // Interleaved chunks take four angles, rotated pairs of neox chunks eight.
                 let (rotary_unit, angles) = if self.interleaved { (8, 4) } else { (16, 8) };
                 let sines = u64::from(self.rotary_dim) / 2 * table;
-                if self.head_dim % 8 != 0 || self.head_dim > 256 {
-                    Some("head_dim is no multiple of 8 up to 256")
+                if self.head_dim % 8 != 0 || self.head_dim > 512 {
+                    Some("head_dim is no multiple of 8 up to 512")
                 } else if self.rotary_dim % rotary_unit != 0 {
                     Some("rotary_dim does not cut the row at whole chunks")
                 } else if !aligned(self.kv_bits, 16) {
@@ -119,24 +122,25 @@ impl Facts {
     /// the size of a block.
     ///
     /// The path must be able to serve the job: see [`Facts::obstacle`].
-    pub fn launch(&self, path: Path, tokens: u64, threads: Option<u32>) -> Launch {
-        let leaves = crate::arith::leaves(self.head_dim);
-        let vector = path == Path::Vector;
-        let lanes = if vector {
-            leaves
-        } else {
-            (leaves / 2).clamp(1, 32)
+    pub fn launch(&self, path: Path, rows: u64, threads: Option<u32>) -> Launch {
+        let lanes = (crate::arith::leaves(self.head_dim) / 2).clamp(1, 32);
+        let chunks = self.head_dim / 8;
+        let (rotated, rest) = match (path, self.interleaved) {
+            (Path::Vector, false) => {
+                let rotated = self.rotary_dim / 16;
+                (rotated, (chunks - 2 * rotated).div_ceil(2))
+            }
+            // Nothing crosses a chunk: the two chunks of a lane are those the tree adds first.
+            _ => (0, lanes),
         };
-        let per_token = if vector {
-            self.heads
-        } else {
-            self.heads.div_ceil(32 / lanes)
+        let per_token = match path {
+            Path::Vector => self.heads,
+            Path::Pairs | Path::Elements => self.heads.div_ceil(32 / lanes),
         };
-        // Vector blocks have a half for K and a half for V.
-        let row_threads = if vector { 2 * lanes } else { 32 };
+        let row_threads = if path == Path::Vector { lanes } else { 32 };
         let threads = threads.unwrap_or_else(|| {
-            let wanted = tokens.saturating_mul(u64::from(per_token * row_threads));
-            if wanted <= 64 * 512 { 64 } else { 512 }
+            let wanted = rows.saturating_mul(u64::from(per_token * row_threads));
+            if wanted <= SMALL { 64 } else { 256 }
         });
         Launch {
             entry: self.entry(path),
@@ -145,15 +149,21 @@ impl Facts {
             per_token,
             max_tokens: ((1 << 31) - 1) / per_token - threads,
             lane_shift: lanes.trailing_zeros(),
+            rotated,
+            rest,
         }
     }
 
     fn entry(&self, path: Path) -> &'static str {
+        let uniform = self.weight == self.kv && self.table == self.kv;
         match (path, self.kv) {
             (Path::Vector, Code::Bf16) if self.is_common() => "fused_kv_vector_bf16_d128",
-            (Path::Vector, Code::Bf16) => "fused_kv_vector_bf16",
-            (Path::Vector, Code::F16) => "fused_kv_vector_f16",
-            (Path::Vector, _) => "fused_kv_vector_f32",
+            (Path::Vector, Code::Bf16) if uniform => "fused_kv_vector_bf16",
+            (Path::Vector, Code::Bf16) => "fused_kv_vector_bf16_any",
+            (Path::Vector, Code::F16) if uniform => "fused_kv_vector_f16",
+            (Path::Vector, Code::F16) => "fused_kv_vector_f16_any",
+            (Path::Vector, _) if uniform => "fused_kv_vector_f32",
+            (Path::Vector, _) => "fused_kv_vector_f32_any",
             (Path::Pairs, _) => "fused_kv_generic_2",
             (Path::Elements, _) => "fused_kv_generic_1",
         }
@@ -184,6 +194,10 @@ pub struct Launch {
     pub max_tokens: u32,
     /// See [`Params::lane_shift`].
     pub lane_shift: u32,
+    /// See [`Params::rotated`].
+    pub rotated: u32,
+    /// See [`Params::rest`].
+    pub rest: u32,
 }
 
 /// The most layers that one launch can index: the limit of a grid along y.
@@ -193,6 +207,8 @@ impl Launch {
     /// Writes what this launch decides into `params`.
     pub fn apply(&self, params: &mut Params) {
         params.lane_shift = self.lane_shift;
+        params.rotated = self.rotated;
+        params.rest = self.rest;
         params.row_divisor = FastDivisor::new(self.per_token);
     }
 

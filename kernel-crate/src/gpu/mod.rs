@@ -65,6 +65,13 @@ pub trait Device: Copy {
     /// As for [`Device::load_16`].
     unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4];
 
+    /// Sixteen bytes of an input that no one reads again.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Device::load_16`].
+    unsafe fn load_128_once(self, address: u64) -> [u32; 4];
+
     /// Writes one byte of an output where `when` holds. Outputs are not read again by this
     /// kernel: stores may stream past the caches.
     ///

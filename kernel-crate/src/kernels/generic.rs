@@ -6,7 +6,7 @@
 //! alignment. K and the element that it is rotated with are read again for that: they are in the
 //! first-level cache.
 
-use super::{F32, at, load_f32, narrow, narrow_8, size, token, widen};
+use super::{F32, Place, at, load_f32, narrow, narrow_8, size, widen};
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::gpu::Device;
@@ -149,7 +149,8 @@ unsafe fn chunk_sum<const E: u32>(
 /// # Safety
 ///
 /// `p` describes live tensors that do not overlap, whose rows of K and V (sources and
-/// destinations) are aligned to `E` elements; the grid is the one that [`crate::launch`] gives.
+/// destinations) are aligned to `E` elements; the grid is the one that
+/// [`crate::launch`] gives, with at least one row.
 #[inline(always)]
 pub unsafe fn run<D: Device, const E: u32, const POOL: bool>(d: D, p: &Params) {
     let thread = d.thread();
@@ -159,6 +160,8 @@ pub unsafe fn run<D: Device, const E: u32, const POOL: bool>(d: D, p: &Params) {
     let per_batch = 32 >> p.lane_shift;
     let row = d.block() * (d.block_threads() >> 5) + (thread >> 5);
     let active = row < p.rows;
+    // Warps past the end look at the last row, without storing anything.
+    let row = if active { row } else { p.rows - 1 };
     let (token_index, batch) = p.row_divisor.div_rem(row);
     let first_head = batch * per_batch;
     let kv_dtype = p.kv_dtype;
@@ -176,9 +179,10 @@ pub unsafe fn run<D: Device, const E: u32, const POOL: bool>(d: D, p: &Params) {
 
     // SAFETY: rows of active threads and heads below H exist (this function's contract).
     unsafe {
-        let speaker = warp_lane == 0 && batch == 0 && layer == 0 && p.flags & flags::REPORT != 0;
-        let token = token(d, p, POOL, active, speaker, token_index, layer);
-        let write = token.write;
+        let speaks = || active && warp_lane == 0 && batch == 0 && layer == 0;
+        let place = Place::load(d, p, POOL, token_index, layer);
+        let token = place.resolve(d, p, POOL, token_index, speaks);
+        let write = active && token.write;
 
         // Squares.
         let head = first_head + (warp_lane >> p.lane_shift);

@@ -12,10 +12,13 @@ pub mod vector;
 macro_rules! for_each_entry {
     ($entries:ident) => {
         $entries! {
-            fused_kv_vector_bf16_d128 => $crate::kernels::vector::run::<_, $crate::kernels::Bf16D128>;
-            fused_kv_vector_bf16 => $crate::kernels::vector::run::<_, $crate::kernels::Bf16>;
-            fused_kv_vector_f16 => $crate::kernels::vector::run::<_, $crate::kernels::F16Dense>;
-            fused_kv_vector_f32 => $crate::kernels::vector::run::<_, $crate::kernels::F32Dense>;
+            fused_kv_vector_bf16_d128 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16D128>;
+            fused_kv_vector_bf16 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16>;
+            fused_kv_vector_bf16_any => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16Any>;
+            fused_kv_vector_f16 => crate::kernels::vector::run::<_, crate::kernels::spec::F16>;
+            fused_kv_vector_f16_any => crate::kernels::vector::run::<_, crate::kernels::spec::F16Any>;
+            fused_kv_vector_f32 => crate::kernels::vector::run::<_, crate::kernels::spec::F32>;
+            fused_kv_vector_f32_any => crate::kernels::vector::run::<_, crate::kernels::spec::F32Any>;
             fused_kv_generic_1 => $crate::kernels::generic::run::<_, 1, false>;
             fused_kv_generic_2 => $crate::kernels::generic::run::<_, 2, false>;
         }
@@ -32,24 +35,40 @@ const F16: u32 = Code::F16 as u32;
 const F32: u32 = Code::F32 as u32;
 const E4M3: u32 = Code::E4M3 as u32;
 
-macro_rules! specs {
-    ($($name:ident: $kv:expr, $aux:expr, $out:expr, d128 $d128:literal, pool $pool:literal;)*) => {$(
-        /// A specialisation of the vector kernel.
-        pub enum $name {}
-        impl vector::Spec for $name {
-            const KV: u32 = $kv;
-            const AUX: u32 = $aux;
-            const OUT: u32 = $out;
-            const D128: bool = $d128;
-            const POOL: bool = $pool;
-        }
-    )*};
-}
-specs! {
-    Bf16D128: BF16, BF16, BF16, d128 true, pool false;
-    Bf16: BF16, vector::ANY, BF16, d128 false, pool false;
-    F16Dense: F16, vector::ANY, F16, d128 false, pool false;
-    F32Dense: F32, vector::ANY, F32, d128 false, pool false;
+/// What the vector kernels are specialised for.
+pub mod spec {
+    use super::vector::{ANY, Spec};
+    use super::{BF16, F16 as HALF, F32 as SINGLE};
+
+    macro_rules! specs {
+        ($($(#[$doc:meta])* $name:ident: $kv:expr, $aux:expr, $out:expr, d128 $d128:literal, pool $pool:literal;)*) => {$(
+            $(#[$doc])*
+            pub enum $name {}
+            impl Spec for $name {
+                const KV: u32 = $kv;
+                const AUX: u32 = $aux;
+                const OUT: u32 = $out;
+                const D128: bool = $d128;
+                const POOL: bool = $pool;
+            }
+        )*};
+    }
+    specs! {
+        /// bf16 throughout, D = R = 128, neox.
+        Bf16D128: BF16, BF16, BF16, d128 true, pool false;
+        /// bf16 throughout.
+        Bf16: BF16, BF16, BF16, d128 false, pool false;
+        /// bf16, weights and table of any type.
+        Bf16Any: BF16, ANY, BF16, d128 false, pool false;
+        /// f16 throughout.
+        F16: HALF, HALF, HALF, d128 false, pool false;
+        /// f16, weights and table of any type.
+        F16Any: HALF, ANY, HALF, d128 false, pool false;
+        /// f32 throughout.
+        F32: SINGLE, SINGLE, SINGLE, d128 false, pool false;
+        /// f32, weights and table of any type.
+        F32Any: SINGLE, ANY, SINGLE, d128 false, pool false;
+    }
 }
 
 /// Bytes of an element.
@@ -129,115 +148,153 @@ struct Token {
     destination: Destination,
 }
 
-/// Reads position (and slot), finds table row and destination, and reports what is out of range.
-///
-/// `speaker` must hold for exactly one thread a token over the whole grid.
-///
-/// # Safety
-///
-/// `params` describes live tensors; `active` holds only for a token of this launch.
-#[inline(always)]
-unsafe fn token(
-    d: impl Device,
-    p: &Params,
-    pool: bool,
-    active: bool,
-    speaker: bool,
-    token: u32,
+/// What memory says of a token: loaded early, looked at late.
+#[derive(Clone, Copy)]
+struct Place {
+    position: Index,
+    slot: Index,
+    /// Base addresses of the layer in the pool.
+    bases: [[u32; 2]; 2],
     layer: u32,
-) -> Token {
-    let mut write = active;
-    let mut destination = Destination { k: 0, v: 0 };
-    if pool {
-        // SAFETY: `active` tokens have a slot.
-        let slot = unsafe {
-            index(
-                d,
-                active,
-                at(p.slots, token, p.slot),
-                p.flags & flags::SLOTS_I64 != 0,
-            )
-        };
-        // The sign is tested before any division.
-        write = active && slot >= 0 && slot != p.reserved_slot;
-        if write && slot >= p.num_slots {
-            write = false;
-            if speaker {
-                let (high, low) = Status::halves(p.first_token + token, slot);
-                let at = p.status + core::mem::offset_of!(Status, bad_slots) as u64;
-                // SAFETY: the status record is live for the launch.
-                unsafe { report(d, at, high, low) };
+}
+
+impl Place {
+    /// Issues the loads.
+    ///
+    /// # Safety
+    ///
+    /// `token` and `layer` are of this launch.
+    #[inline(always)]
+    unsafe fn load(d: impl Device, p: &Params, pool: bool, token: u32, layer: u32) -> Self {
+        // SAFETY: every token has a position and, with a pool, a slot; every layer of a pool has
+        // two bases.
+        unsafe {
+            Self {
+                position: Index::load(
+                    d,
+                    at(p.positions, token, p.position),
+                    p.flags & flags::POSITIONS_I64 != 0,
+                ),
+                slot: if pool {
+                    Index::load(
+                        d,
+                        at(p.slots, token, p.slot),
+                        p.flags & flags::SLOTS_I64 != 0,
+                    )
+                } else {
+                    Index([0; 2])
+                },
+                bases: if pool {
+                    [
+                        d.load_64(true, at(p.k_out, layer, 8)),
+                        d.load_64(true, at(p.v_out, layer, 8)),
+                    ]
+                } else {
+                    [[0; 2]; 2]
+                },
+                layer,
             }
         }
-        let (page, inside) = if p.page_shift < 64 {
-            (slot >> p.page_shift, slot & ((1 << p.page_shift) - 1))
+    }
+
+    /// Finds table row and destination, and reports what is out of range where `speaks` holds: for
+    /// exactly one thread a token over the whole grid.
+    ///
+    /// # Safety
+    ///
+    /// `p` describes live tensors.
+    #[inline(always)]
+    unsafe fn resolve(
+        self,
+        d: impl Device,
+        p: &Params,
+        pool: bool,
+        token: u32,
+        speaks: impl Fn() -> bool,
+    ) -> Token {
+        let mut write = true;
+        let report = |field: usize, value: i64| {
+            if p.flags & flags::REPORT != 0 && speaks() {
+                let (high, low) = Status::halves(p.first_token + token, value);
+                // SAFETY: the status record is live for the launch.
+                unsafe { report(d, p.status + field as u64, high, low) };
+            }
+        };
+        let destination;
+        if pool {
+            let slot = self.slot.value();
+            // The sign is tested before any division.
+            write = slot >= 0 && slot != p.reserved_slot;
+            if write && slot >= p.num_slots {
+                write = false;
+                report(core::mem::offset_of!(Status, bad_slots), slot);
+            }
+            let (page, inside) = if p.page_shift < 64 {
+                (slot >> p.page_shift, slot & ((1 << p.page_shift) - 1))
+            } else {
+                // Such pools have fewer than 2^31 slots.
+                let (page, inside) = p.page_divisor.div_rem(if write { slot as u32 } else { 0 });
+                (page as i64, inside as i64)
+            };
+            let base = |words: [u32; 2]| words[0] as u64 | (words[1] as u64) << 32;
+            let offset = |outer: i64, token: i64| {
+                page.wrapping_mul(outer)
+                    .wrapping_add(inside.wrapping_mul(token)) as u64
+            };
+            destination = Destination {
+                k: base(self.bases[0]).wrapping_add(offset(p.k_outer, p.k_token)),
+                v: base(self.bases[1]).wrapping_add(offset(p.v_outer, p.v_token)),
+            };
         } else {
-            // Such pools have fewer than 2^31 slots.
-            let (page, inside) = p.page_divisor.div_rem(if write { slot as u32 } else { 0 });
-            (page as i64, inside as i64)
-        };
-        // SAFETY: one base address a layer.
-        let bases = unsafe {
-            [
-                d.load_64(write, at(p.k_out, layer, 8)),
-                d.load_64(write, at(p.v_out, layer, 8)),
-            ]
-        };
-        let base = |words: [u32; 2]| words[0] as u64 | (words[1] as u64) << 32;
-        let offset = |outer: i64, token: i64| {
-            page.wrapping_mul(outer)
-                .wrapping_add(inside.wrapping_mul(token)) as u64
-        };
-        destination = Destination {
-            k: base(bases[0]).wrapping_add(offset(p.k_outer, p.k_token)),
-            v: base(bases[1]).wrapping_add(offset(p.v_outer, p.v_token)),
-        };
-    } else {
-        destination.k = at(at(p.k_out, layer, p.k_outer), token, p.k_token);
-        destination.v = at(at(p.v_out, layer, p.v_outer), token, p.v_token);
-    }
-    // SAFETY: tokens to be written have a position.
-    let position = unsafe {
-        index(
-            d,
-            write,
-            at(p.positions, token, p.position),
-            p.flags & flags::POSITIONS_I64 != 0,
-        )
-    };
-    if write && (position < 0 || position >= p.table_rows) {
-        write = false;
-        if speaker {
-            let (high, low) = Status::halves(p.first_token + token, position);
-            let at = p.status + core::mem::offset_of!(Status, bad_positions) as u64;
-            // SAFETY: the status record is live for the launch.
-            unsafe { report(d, at, high, low) };
+            destination = Destination {
+                k: at(at(p.k_out, self.layer, p.k_outer), token, p.k_token),
+                v: at(at(p.v_out, self.layer, p.v_outer), token, p.v_token),
+            };
         }
-    }
-    Token {
-        write,
-        table: p
-            .cos_sin_cache
-            .wrapping_add(position.wrapping_mul(p.table_row) as u64),
-        destination,
+        let position = self.position.value();
+        // Negative positions are large as unsigned ones.
+        if write && position as u64 >= p.table_rows as u64 {
+            write = false;
+            report(core::mem::offset_of!(Status, bad_positions), position);
+        }
+        Token {
+            write,
+            table: p
+                .cos_sin_cache
+                .wrapping_add(position.wrapping_mul(p.table_row) as u64),
+            destination,
+        }
     }
 }
 
-/// An i64 or i32, or 0.
-///
-/// # Safety
-///
-/// As for [`Device::load_16`].
-#[inline(always)]
-unsafe fn index(d: impl Device, when: bool, address: u64, wide: bool) -> i64 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if wide {
-            let words = d.load_64(when, address);
-            (words[0] as u64 | (words[1] as u64) << 32) as i64
-        } else {
-            d.load_32(when, address) as i32 as i64
+/// An i64 or i32 as loaded: low half, high half.
+#[derive(Clone, Copy)]
+struct Index([u32; 2]);
+
+impl Index {
+    /// # Safety
+    ///
+    /// As for [`Device::load_16`].
+    #[inline(always)]
+    unsafe fn load(d: impl Device, address: u64, wide: bool) -> Self {
+        // SAFETY: the caller's promise. The low half of an i64 comes first: little endian.
+        unsafe {
+            let low = d.load_32(true, address);
+            let high = d.load_32(wide, address.wrapping_add(4));
+            Self([
+                low,
+                if wide {
+                    high
+                } else {
+                    ((low as i32) >> 31) as u32
+                },
+            ])
         }
+    }
+
+    #[inline(always)]
+    fn value(self) -> i64 {
+        (self.0[0] as u64 | (self.0[1] as u64) << 32) as i64
     }
 }
 

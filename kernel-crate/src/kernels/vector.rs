@@ -1,11 +1,11 @@
-//! 16 bytes at a time: `2^lane_shift` lanes share a row, one chunk of 8 elements a lane.
+//! 16 bytes at a time: `2^lane_shift` lanes share a row, each holds two chunks of 8 elements.
 //!
-//! One half of a block takes K, the other half V of the same rows: a thread moves 16 bytes, which
-//! keeps the addresses in flight close together (memory is fastest so), and few registers, which
-//! keeps all threads resident. In the neox style a lane gets the elements that its own are rotated
-//! with by shuffles; in the interleaved style a rotation never leaves a chunk.
+//! Lane j holds chunks a and b of K. Rotated lanes of the neox style hold the two chunks that are
+//! rotated together, R/2 elements apart, so a rotation never leaves a lane; in the interleaved
+//! style it never leaves a chunk. The other lanes hold two chunks `rest` apart. V is copied in
+//! units of 16 bytes, lane after lane.
 
-use super::{BF16, F16, F32, at, load_f32, narrow, narrow_8, size, token, widen};
+use super::{BF16, F16, F32, Place, at, load_f32, narrow, narrow_8, size, widen};
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::gpu::Device;
@@ -66,15 +66,23 @@ impl Words {
         }
     }
 
-    /// The same elements with the other sign.
+    /// As [`Words::load`], of memory that is read once.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Words::load`].
     #[inline(always)]
-    fn negated(self, dtype: u32) -> Self {
-        let signs = if dtype == F32 {
-            0x8000_0000
-        } else {
-            0x8000_8000
-        };
-        Self(self.0.map(|word| word ^ signs))
+    unsafe fn load_once(d: impl Device, address: u64, dtype: u32) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let a = d.load_128_once(address);
+            let b = if dtype == F32 {
+                d.load_128_once(address + 16)
+            } else {
+                [0; 4]
+            };
+            Self([a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]])
+        }
     }
 
     #[inline(always)]
@@ -147,147 +155,21 @@ unsafe fn store(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u3
 
 /// One thread of the kernel.
 ///
+/// Loads stand together at the top and are unconditional wherever some valid address can stand in
+/// for one that does not exist: a predicate would cost registers to be cleared.
+///
 /// # Safety
 ///
 /// `p` describes live tensors that do not overlap, whose rows are aligned to 16 bytes and whose
 /// D and R satisfy [`crate::launch`]'s conditions for this kernel; the grid is the one that
-/// [`crate::launch`] gives.
+/// [`crate::launch`] gives, with at least one row.
 #[inline(always)]
 pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
-    let lane_shift = if S::D128 { 4 } else { p.lane_shift };
-    let head_dim = if S::D128 { 128 } else { p.head_dim };
-
-    let thread = d.thread();
-    let half = d.block_threads() / 2;
-    let moves_values = thread >= half;
-    let member = if moves_values { thread - half } else { thread };
-    let lane = member & ((1 << lane_shift) - 1);
-    let layer = d.layer();
-    let row = d.block() * (half >> lane_shift) + (member >> lane_shift);
-    let active = row < p.rows;
-    let (token_index, head) = p.row_divisor.div_rem(row);
-    let source = at(at(p.kv, token_index, p.kv_token), layer, p.kv_layer)
-        .wrapping_add((head * head_dim * size(S::KV)) as u64);
-    let place = Place {
-        lane,
-        layer,
-        head,
-        token_index,
-        active,
-        source,
-    };
-
-    d.begin();
-    // Whole warps do the one or the other: the block's halves are multiples of 32 threads.
-    // SAFETY: this function's contract.
-    unsafe {
-        if moves_values {
-            value::<D, S>(d, p, place);
-        } else {
-            key::<D, S>(d, p, place);
-        }
-    }
-}
-
-/// What a thread works on.
-#[derive(Clone, Copy)]
-struct Place {
-    lane: u32,
-    layer: u32,
-    head: u32,
-    token_index: u32,
-    active: bool,
-    /// The row of K in `kv`.
-    source: u64,
-}
-
-/// Moves 16 bytes (32 of f32) of one row of V.
-///
-/// # Safety
-///
-/// As for [`run`].
-#[inline(always)]
-unsafe fn value<D: Device, S: Spec>(d: D, p: &Params, place: Place) {
-    let Place {
-        lane,
-        layer,
-        head,
-        token_index,
-        active,
-        source,
-    } = place;
-    let head_dim = if S::D128 { 128 } else { p.head_dim };
-    let lanes = 1 << if S::D128 { 4 } else { p.lane_shift };
-    let out_dtype = if S::OUT == ANY { p.out_dtype } else { S::OUT };
-    // Units of 16 bytes; a lane of f32 moves two, so that neighbouring lanes are neighbours in
-    // memory, too.
-    let elements = 16 / size(S::KV);
-    let units = head_dim / elements;
-    let unit = |index: u32| source.wrapping_add(p.kv_value as u64 + (index * 16) as u64);
-    let moves = |index: u32| active && (S::D128 || index < units);
-    // SAFETY: units of active rows exist (this function's contract).
-    unsafe {
-        let first = d.load_128(moves(lane), unit(lane));
-        let second = if S::KV == F32 {
-            d.load_128(moves(lane + lanes), unit(lane + lanes))
-        } else {
-            [0; 4]
-        };
-        let token = token(d, p, S::POOL, active, false, token_index, layer);
-        let row = at(token.destination.v, head, p.v_head);
-        let to = |index: u32| row.wrapping_add((index * elements * size(out_dtype)) as u64);
-        let scaled = p.value_scale != 0;
-        if !scaled && (!S::POOL || out_dtype == S::KV) {
-            d.store_128(token.write && moves(lane), to(lane), first);
-            if S::KV == F32 {
-                d.store_128(token.write && moves(lane + lanes), to(lane + lanes), second);
-            }
-            return;
-        }
-        let scale = load_f32(d, scaled && active, p.value_scale, layer);
-        let descaled = S::POOL && p.v_descale != 0;
-        let descale = load_f32(d, descaled && active, p.v_descale, layer);
-        let convert = |raw: [u32; 4], index: u32| {
-            let words = Words([raw[0], raw[1], raw[2], raw[3], 0, 0, 0, 0]);
-            let mut y = words.decode(d, S::KV);
-            if scaled {
-                y = y.map(|y| y * scale);
-            }
-            if descaled {
-                y = y.map(|y| y / descale);
-            }
-            let when = token.write && moves(index);
-            if S::KV == F32 {
-                store_half(d, when, to(index), y, out_dtype);
-            } else {
-                store(d, when, to(index), y, out_dtype);
-            }
-        };
-        convert(first, lane);
-        if S::KV == F32 {
-            convert(second, lane + lanes);
-        }
-    }
-}
-
-/// Normalizes and rotates one chunk of one row of K.
-///
-/// # Safety
-///
-/// As for [`run`].
-#[inline(always)]
-unsafe fn key<D: Device, S: Spec>(d: D, p: &Params, place: Place) {
-    let Place {
-        lane,
-        layer,
-        head,
-        token_index,
-        active,
-        source,
-    } = place;
-    let lanes = 1 << if S::D128 { 4 } else { p.lane_shift };
+    let lane_shift = if S::D128 { 3 } else { p.lane_shift };
     let head_dim = if S::D128 { 128 } else { p.head_dim };
     let rotary_dim = if S::D128 { 128 } else { p.rotary_dim };
+    let rotated = if S::D128 { 8 } else { p.rotated };
+    let rest = if S::D128 { 0 } else { p.rest };
     let interleaved = !S::D128 && p.flags & flags::INTERLEAVED != 0;
     let weight_dtype = if S::AUX == ANY {
         p.weight_dtype
@@ -296,41 +178,102 @@ unsafe fn key<D: Device, S: Spec>(d: D, p: &Params, place: Place) {
     };
     let table_dtype = if S::AUX == ANY { p.table_dtype } else { S::AUX };
     let out_dtype = if S::OUT == ANY { p.out_dtype } else { S::OUT };
-    let holds = active && (S::D128 || lane * 8 < head_dim);
-    let chunk = |base: u64, dtype: u32| base.wrapping_add((lane * 8 * size(dtype)) as u64);
 
-    // SAFETY: chunks of active rows exist (this function's contract).
+    let lanes = 1u32 << lane_shift;
+    let thread = d.thread();
+    let lane = thread & (lanes - 1);
+    let layer = d.layer();
+    let wanted = d.block() * (d.block_threads() >> lane_shift) + (thread >> lane_shift);
+    let active = wanted < p.rows;
+    // Threads past the end do the last row again, without storing it.
+    let row = if active { wanted } else { p.rows - 1 };
+    let (token_index, head) = p.row_divisor.div_rem(row);
+
+    // The two chunks of this lane; chunk 0 stands in for one that does not exist.
+    let chunks = head_dim / 8;
+    let is_rotated = S::D128 || lane < rotated;
+    let own_a = if is_rotated { lane } else { lane + rotated };
+    let own_b = own_a + if is_rotated { rotated } else { rest };
+    let has_a = S::D128 || (is_rotated || lane < rotated + rest) && own_a < chunks;
+    let has_b = S::D128 || has_a && own_b < chunks;
+    let a = if has_a { own_a } else { 0 };
+    let b = if has_b { own_b } else { 0 };
+    let chunk = |base: u64, chunk: u32, dtype| base.wrapping_add((chunk * 8 * size(dtype)) as u64);
+
+    let source = at(at(p.kv, token_index, p.kv_token), layer, p.kv_layer)
+        .wrapping_add((head * head_dim * size(S::KV)) as u64);
+    let value = source.wrapping_add(p.kv_value as u64);
+    // Units of 16 bytes of one row of V: neighbouring lanes take neighbouring ones.
+    let elements = 16 / size(S::KV);
+    let units = head_dim / elements;
+    let moves = |index: u32| S::D128 || index < units;
+    let unit = |step: u32| {
+        let index = lane + step * lanes;
+        if moves(index) { index } else { 0 }
+    };
+    let load_unit = |step: u32| {
+        let address = value.wrapping_add((unit(step) * 16) as u64);
+        // SAFETY: units below D * size / 16 of a row exist (this function's contract).
+        unsafe { d.load_128_once(address) }
+    };
+
+    d.begin();
+
+    // SAFETY: rows below `p.rows` and chunks below D / 8 exist (this function's contract).
     unsafe {
-        let raw = Words::load(d, holds, chunk(source, S::KV), S::KV);
-        let speaker = lane == 0 && head == 0 && layer == 0 && p.flags & flags::REPORT != 0;
-        let token = token(d, p, S::POOL, active, speaker, token_index, layer);
+        let raw_a = Words::load_once(d, chunk(source, a, S::KV), S::KV);
+        let raw_b = Words::load_once(d, chunk(source, b, S::KV), S::KV);
+        let v = [load_unit(0), load_unit(1)];
+        let v_more = if S::KV == F32 {
+            [load_unit(2), load_unit(3)]
+        } else {
+            [[0; 4]; 2]
+        };
+        let place = Place::load(d, p, S::POOL, token_index, layer);
         let weight = at(p.k_norm_weight, layer, p.weight_layer);
-        let w = Words::load(d, holds, chunk(weight, weight_dtype), weight_dtype);
-        let eps = load_f32(d, active, p.eps, layer);
+        let w_a = Words::load(d, true, chunk(weight, a, weight_dtype), weight_dtype);
+        let w_b = Words::load(d, true, chunk(weight, b, weight_dtype), weight_dtype);
+        let eps = load_f32(d, true, p.eps, layer);
+        let speaks = || active && lane == 0 && head == 0 && layer == 0;
+        let token = place.resolve(d, p, S::POOL, token_index, speaks);
 
-        // Angles: a chunk has four in the interleaved style. In the neox style the chunks of the
-        // first and of the second half of R have the same eight.
-        let rotates = token.write && (S::D128 || lane * 8 < rotary_dim);
-        let half = if S::D128 { 8 } else { rotary_dim / 16 };
-        let is_first = lane < half;
+        // Angles: rotated neox lanes have eight for their pair of chunks, interleaved ones four
+        // for each chunk.
+        let known = token.write;
         let sines = token
             .table
             .wrapping_add((rotary_dim / 2 * size(table_dtype)) as u64);
-        let (cos, mut sin);
+        let angle = |base: u64, index: u32| base.wrapping_add((index * size(table_dtype)) as u64);
+        let turns_a = interleaved && a * 8 < rotary_dim;
+        let turns_b = interleaved && b * 8 < rotary_dim;
+        let (cos_a, sin_a, cos_b, sin_b);
         if interleaved {
-            let offset = (lane * 4 * size(table_dtype)) as u64;
-            cos = Words::load_half(d, rotates, token.table.wrapping_add(offset), table_dtype);
-            sin = Words::load_half(d, rotates, sines.wrapping_add(offset), table_dtype);
+            let four = |when, base, chunk: u32| {
+                Words::load_half(d, known && when, angle(base, chunk * 4), table_dtype)
+            };
+            cos_a = four(turns_a, token.table, a);
+            sin_a = four(turns_a, sines, a);
+            cos_b = four(turns_b, token.table, b);
+            sin_b = four(turns_b, sines, b);
         } else {
-            let index = if is_first { lane } else { lane - half };
-            let offset = (index * 8 * size(table_dtype)) as u64;
-            cos = Words::load(d, rotates, token.table.wrapping_add(offset), table_dtype);
-            sin = Words::load(d, rotates, sines.wrapping_add(offset), table_dtype);
+            let turns = known && is_rotated;
+            cos_a = Words::load(d, turns, angle(token.table, lane * 8), table_dtype);
+            sin_a = Words::load(d, turns, angle(sines, lane * 8), table_dtype);
+            (cos_b, sin_b) = (Words([0; 8]), Words([0; 8]));
         }
 
-        let x = raw.decode(d, S::KV);
-        // Lanes without a chunk have zeros: the padding of the tree.
-        let mut sum = arith::chunk_sum(&x);
+        // The sum of squares: chunks in a lane, then the tree over the lanes. A chunk that does
+        // not exist counts as the padding of the tree.
+        let x_a = raw_a.decode(d, S::KV);
+        let x_b = raw_b.decode(d, S::KV);
+        let sum_a = if has_a { arith::chunk_sum(&x_a) } else { 0.0 };
+        let sum_b = if has_b { arith::chunk_sum(&x_b) } else { 0.0 };
+        let mut sum = if S::D128 || rotated == lanes || rotated == 0 && rest == lanes {
+            // Every lane's two chunks are the two that the tree adds first.
+            sum_a + sum_b
+        } else {
+            gather(d, [rotated, rest, chunks], lane, lanes, sum_a, sum_b)
+        };
         let mut mask = lanes / 2;
         while mask > 0 {
             sum += d.shuffle_xor(sum, mask);
@@ -339,63 +282,139 @@ unsafe fn key<D: Device, S: Spec>(d: D, p: &Params, place: Place) {
         let inv = arith::inverse_rms(sum, head_dim, eps, |x| d.sqrt(x));
 
         let offset = p.flags & flags::OFFSET_WEIGHT != 0;
-        let w = w.decode(d, weight_dtype);
-        let normal = |i: usize| arith::normalize(x[i], inv, arith::effective_weight(w[i], offset));
-        let mut y = [
-            normal(0),
-            normal(1),
-            normal(2),
-            normal(3),
-            normal(4),
-            normal(5),
-            normal(6),
-            normal(7),
-        ];
+        let normalize = |x: [f32; 8], w: Words| {
+            let w = w.decode(d, weight_dtype);
+            let one = |i: usize| arith::normalize(x[i], inv, arith::effective_weight(w[i], offset));
+            [
+                one(0),
+                one(1),
+                one(2),
+                one(3),
+                one(4),
+                one(5),
+                one(6),
+                one(7),
+            ]
+        };
+        let (mut y_a, mut y_b) = (normalize(x_a, w_a), normalize(x_b, w_b));
         if interleaved {
-            if rotates {
-                y = rotate_within(d, y, cos, sin, table_dtype);
+            if turns_a {
+                y_a = rotate_within(d, y_a, cos_a, sin_a, table_dtype);
             }
-        } else {
-            // first * cos - second * sin, second * cos + first * sin: both are own * cos +
-            // other * sin once the sine of the first half is negated, which is exact.
-            if is_first {
-                sin = sin.negated(table_dtype);
+            if turns_b {
+                y_b = rotate_within(d, y_b, cos_b, sin_b, table_dtype);
             }
-            let first_lane = d.thread() & 31 & !(lanes - 1);
-            let partner = first_lane + if is_first { lane + half } else { lane - half } % lanes;
-            let other = |i: usize| d.shuffle_from(y[i], partner);
-            let other = [
-                other(0),
-                other(1),
-                other(2),
-                other(3),
-                other(4),
-                other(5),
-                other(6),
-                other(7),
+        } else if is_rotated {
+            let (cos, sin) = (cos_a.decode(d, table_dtype), sin_a.decode(d, table_dtype));
+            let one = |i: usize| arith::rotate(y_a[i], y_b[i], cos[i], sin[i]);
+            let pairs = [
+                one(0),
+                one(1),
+                one(2),
+                one(3),
+                one(4),
+                one(5),
+                one(6),
+                one(7),
             ];
-            if S::D128 || rotates {
-                let (cos, sin) = (cos.decode(d, table_dtype), sin.decode(d, table_dtype));
-                let turn = |i: usize| y[i] * cos[i] + other[i] * sin[i];
-                y = [
-                    turn(0),
-                    turn(1),
-                    turn(2),
-                    turn(3),
-                    turn(4),
-                    turn(5),
-                    turn(6),
-                    turn(7),
-                ];
-            }
+            (y_a, y_b) = (
+                pairs.map(|(first, _)| first),
+                pairs.map(|(_, second)| second),
+            );
         }
         if S::POOL && p.k_descale != 0 {
-            let descale = load_f32(d, active, p.k_descale, layer);
-            y = y.map(|y| y / descale);
+            let descale = load_f32(d, true, p.k_descale, layer);
+            (y_a, y_b) = (y_a.map(|y| y / descale), y_b.map(|y| y / descale));
         }
-        let row = at(token.destination.k, head, p.k_head);
-        store(d, token.write && holds, chunk(row, out_dtype), y, out_dtype);
+        let write = active && token.write;
+        let k_row = at(token.destination.k, head, p.k_head);
+        store(
+            d,
+            write && has_a,
+            chunk(k_row, a, out_dtype),
+            y_a,
+            out_dtype,
+        );
+        store(
+            d,
+            write && has_b,
+            chunk(k_row, b, out_dtype),
+            y_b,
+            out_dtype,
+        );
+
+        let v_row = at(token.destination.v, head, p.v_head);
+        let to = |step: u32| v_row.wrapping_add((unit(step) * elements * size(out_dtype)) as u64);
+        let when = |step: u32| write && moves(lane + step * lanes);
+        if p.value_scale == 0 && (!S::POOL || out_dtype == S::KV) {
+            d.store_128(when(0), to(0), v[0]);
+            d.store_128(when(1), to(1), v[1]);
+            if S::KV == F32 {
+                d.store_128(when(2), to(2), v_more[0]);
+                d.store_128(when(3), to(3), v_more[1]);
+            }
+            return;
+        }
+        let scaled = p.value_scale != 0;
+        let scale = load_f32(d, scaled, p.value_scale, layer);
+        let descaled = S::POOL && p.v_descale != 0;
+        let descale = load_f32(d, descaled, p.v_descale, layer);
+        let convert = |raw: [u32; 4], step: u32| {
+            let words = Words([raw[0], raw[1], raw[2], raw[3], 0, 0, 0, 0]);
+            let mut y = words.decode(d, S::KV);
+            if scaled {
+                y = y.map(|y| y * scale);
+            }
+            if descaled {
+                y = y.map(|y| y / descale);
+            }
+            if S::KV == F32 {
+                store_half(d, when(step), to(step), y, out_dtype);
+            } else {
+                store(d, when(step), to(step), y, out_dtype);
+            }
+        };
+        convert(v[0], 0);
+        convert(v[1], 1);
+        if S::KV == F32 {
+            convert(v_more[0], 2);
+            convert(v_more[1], 3);
+        }
     }
+}
+
+/// The first step of the tree where the chunks lie otherwise: lane j fetches the sums of chunks j
+/// and j + lanes from whoever holds them.
+#[inline(always)]
+fn gather(
+    d: impl Device,
+    [rotated, rest, chunks]: [u32; 3],
+    lane: u32,
+    lanes: u32,
+    sum_a: f32,
+    sum_b: f32,
+) -> f32 {
+    let first = d.thread() & 31 & !(lanes - 1);
+    let fetch = |chunk: u32| {
+        let (holder, is_b) = if chunk < rotated {
+            (chunk, false)
+        } else if chunk < 2 * rotated {
+            (chunk - rotated, true)
+        } else if chunk < 2 * rotated + rest {
+            (chunk - rotated, false)
+        } else {
+            (chunk - rotated - rest, true)
+        };
+        let holder = first + (holder & (lanes - 1));
+        let from_a = d.shuffle_from(sum_a, holder);
+        let from_b = d.shuffle_from(sum_b, holder);
+        match (chunk < chunks, is_b) {
+            (false, _) => 0.0,
+            (true, false) => from_a,
+            (true, true) => from_b,
+        }
+    };
+    fetch(lane) + fetch(lane + lanes)
 }
 
 /// Rotates the four pairs of one chunk in the interleaved style.
