@@ -36,9 +36,15 @@ pub(super) trait Level: 'static {
     /// Sum of squares of a head, in the order of the bit contract.
     unsafe fn sum_of_squares(x: &[f32]) -> f32;
 
-    /// What follows the sum: normalizes and rotates a head and stores it at `dst`. `row` is
-    /// scratch afterwards.
-    unsafe fn finish<Out: Kind>(row: &mut [f32], inv: f32, layer: &Angled<'_>, dst: *mut u8);
+    /// What follows the sum: normalizes and rotates a head and stores it at `dst`, past the caches
+    /// if `stream` (see [`Task::stream`]). `row` is scratch afterwards.
+    unsafe fn finish<Out: Kind>(
+        row: &mut [f32],
+        inv: f32,
+        layer: &Angled<'_>,
+        dst: *mut u8,
+        stream: bool,
+    );
 
     /// Copies bytes; as `ptr::copy_nonoverlapping`.
     unsafe fn copy(src: *const u8, dst: *mut u8, len: usize, stream: bool);
@@ -55,8 +61,6 @@ pub(super) struct Angled<'r> {
     pub(super) cos: &'r [f32],
     pub(super) sin: &'r [f32],
     pub(super) style: RopeStyle,
-    /// Write past the caches; see [`Task::stream`].
-    pub(super) stream: bool,
 }
 
 /// Plain Rust for the build's target.
@@ -90,7 +94,13 @@ impl Level for Portable {
     }
 
     #[inline(always)]
-    unsafe fn finish<Out: Kind>(row: &mut [f32], inv: f32, layer: &Angled<'_>, dst: *mut u8) {
+    unsafe fn finish<Out: Kind>(
+        row: &mut [f32],
+        inv: f32,
+        layer: &Angled<'_>,
+        dst: *mut u8,
+        _stream: bool,
+    ) {
         // SAFETY: passed on.
         unsafe { finish::<Self, Out>(row, inv, layer, dst) }
     }
@@ -180,11 +190,17 @@ impl Level for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn finish<Out: Kind>(row: &mut [f32], inv: f32, layer: &Angled<'_>, dst: *mut u8) {
+    unsafe fn finish<Out: Kind>(
+        row: &mut [f32],
+        inv: f32,
+        layer: &Angled<'_>,
+        dst: *mut u8,
+        stream: bool,
+    ) {
         let (head_dim, half) = (row.len(), layer.cos.len());
         // SAFETY (of all blocks): passed on; the caller made sure of AVX2 and F16C.
         if head_dim.is_multiple_of(8) && half.is_multiple_of(8) {
-            match (layer.style, layer.stream) {
+            match (layer.style, stream) {
                 // SAFETY: whole vectors of the head and of its halves.
                 (RopeStyle::Neox, false) => unsafe {
                     avx2::finish_neox::<Out, false>(row, inv, layer, dst);

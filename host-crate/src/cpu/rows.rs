@@ -16,14 +16,16 @@ const MAX_GROUP: usize = 8;
 /// Room for their elements.
 const SCRATCH: usize = 4096;
 
-/// The address `a * strides[0] + b * strides[1] ...` bytes after the operand's first element.
+/// The address `a * strides[0] + b * strides[1] ...` bytes after the operand's first element. Where
+/// there is no such element (asked for by prefetches), some address.
 #[inline(always)]
 fn at(operand: &Operand, indices: &[usize]) -> usize {
-    let offset: i64 = indices
+    let offset = indices
         .iter()
         .zip(operand.strides)
-        .map(|(&index, stride)| index as i64 * stride)
-        .sum();
+        .fold(0i64, |offset, (&index, stride)| {
+            offset.wrapping_add((index as i64).wrapping_mul(stride))
+        });
     operand.address.wrapping_add_signed(offset as isize)
 }
 
@@ -91,9 +93,9 @@ fn destinations(problem: &Problem, layer: usize, token: usize) -> (Destination, 
 ///
 /// # Safety
 ///
-/// The CPU has what `L` is compiled for; with [`Task::stream`] the rows of the target are aligned; `In` and `Out` are the types of the problem's `kv` and
-/// target; the memory that the problem names is live, and nobody else accesses the rows that the
-/// block writes or writes what it reads.
+/// The CPU has what `L` is compiled for; `In` and `Out` are the types of the problem's `kv` and
+/// target, which is [`super::aligned`] if [`Task::stream`]; the memory that the problem names is
+/// live, and nobody else accesses the rows that the block writes or writes what it reads.
 #[inline(always)]
 pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Status {
     let problem = task.problem;
@@ -163,7 +165,6 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
                 cos,
                 sin,
                 style: config.rope_style,
-                stream: task.stream,
             };
             let keys = at(&problem.kv, &[token, layer]) as *const u8;
             let (k, v) = destinations(problem, layer, token);
@@ -191,7 +192,7 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
                     let next = next.wrapping_add((heads + head) * head_bytes);
                     L::prefetch(next, head_bytes);
                     // SAFETY: the destination has H heads of D elements.
-                    unsafe { L::finish::<Out>(row, inv, &angled, k.head(head)) };
+                    unsafe { L::finish::<Out>(row, inv, &angled, k.head(head), task.stream) };
                 }
             }
             let values = keys.wrapping_add(heads * head_bytes);
@@ -209,8 +210,8 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
 ///
 /// # Safety
 ///
-/// `heads` rows of `row.len()` elements are readable at `values` and writable at `v`; the CPU has
-/// what `L` is compiled for.
+/// `heads` rows of `row.len()` elements are readable at `values` and writable at `v`, where they
+/// are aligned to vectors if `stream`; the CPU has what `L` is compiled for.
 #[inline(always)]
 unsafe fn value<L: Level, In: Kind, Out: Kind>(
     values: *const u8,
