@@ -27,12 +27,12 @@ fn every_head_dim_of_the_seed_table() {
     for (index, &(_, _, _, head_dim, rotary_dim)) in SHAPES.iter().enumerate() {
         let pick = |count: usize| index % count == 0;
         served.extend(check(&Spec {
-            style: if pick(2) {
+            style: if pick(4) {
                 RopeStyle::Interleaved
             } else {
                 RopeStyle::Neox
             },
-            values: if pick(3) {
+            values: if pick(2) {
                 Values::Wild
             } else {
                 Values::Normal
@@ -98,7 +98,7 @@ fn a_path_that_cannot_serve() {
 }
 
 proptest! {
-    #![proptest_config(config(8))]
+    #![proptest_config(config(40))]
 
     #[test]
     fn random_cases(mut spec in spec_with_bad_positions(Alignment::Element)) {
