@@ -100,6 +100,10 @@ pub fn all_dispatches() -> Vec<Dispatch> {
             layers_per_launch: Some(1),
             ..Dispatch::default()
         },
+        Dispatch {
+            overlap: Some(false),
+            ..Dispatch::default()
+        },
     ];
     for path in Path::ALL {
         all.extend(
