@@ -14,6 +14,9 @@ pub struct Dispatch {
     pub path: Option<Path>,
     /// Threads of a block, a multiple of 64 from 64 to 1024; `None` for the library's choice.
     pub threads: Option<u32>,
+    /// Bytes of shared memory that a block reserves and does not use, which limits how many blocks
+    /// a multiprocessor holds; `None` for the library's choice.
+    pub shared_bytes: Option<u32>,
     /// The most tokens that one launch takes (a job with more takes several); `None` for the
     /// largest number that a launch can index.
     pub tokens_per_launch: Option<u32>,
@@ -30,6 +33,7 @@ pub(crate) struct Call {
     pub(crate) entry: &'static str,
     pub(crate) grid: (u32, u32),
     pub(crate) threads: u32,
+    pub(crate) shared_bytes: u32,
     pub(crate) params: Params,
 }
 
@@ -221,6 +225,7 @@ pub(crate) fn launches(
                 entry: launch.entry,
                 grid: (blocks, call_layers),
                 threads: launch.threads,
+                shared_bytes: dispatch.shared_bytes.unwrap_or(0),
                 params,
             });
         }

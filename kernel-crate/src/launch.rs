@@ -140,7 +140,12 @@ impl Facts {
         let row_threads = if path == Path::Vector { lanes } else { 32 };
         let threads = threads.unwrap_or_else(|| {
             let wanted = rows.saturating_mul(u64::from(per_token * row_threads));
-            if wanted <= SMALL { 64 } else { 256 }
+            match wanted {
+                ..=SMALL => 64,
+                // Kernels with more registers fill a multiprocessor better in small blocks.
+                _ if path != Path::Vector || !self.is_common() => 128,
+                _ => 256,
+            }
         });
         Launch {
             entry: self.entry(path),
@@ -164,8 +169,12 @@ impl Facts {
             (Path::Vector, Code::F16) => "fused_kv_vector_f16_any",
             (Path::Vector, _) if uniform => "fused_kv_vector_f32",
             (Path::Vector, _) => "fused_kv_vector_f32_any",
-            (Path::Pairs, _) => "fused_kv_generic_2",
-            (Path::Elements, _) => "fused_kv_generic_1",
+            (Path::Pairs, Code::Bf16) => "fused_kv_generic_2_bf16",
+            (Path::Pairs, Code::F16) => "fused_kv_generic_2_f16",
+            (Path::Pairs, _) => "fused_kv_generic_2_f32",
+            (Path::Elements, Code::Bf16) => "fused_kv_generic_1_bf16",
+            (Path::Elements, Code::F16) => "fused_kv_generic_1_f16",
+            (Path::Elements, _) => "fused_kv_generic_1_f32",
         }
     }
 

@@ -62,6 +62,7 @@ unsafe extern "C" {
         version: c_int,
         flags: u64,
     ) -> c_int;
+    fn cuFuncSetAttribute(function: RawFunction, attribute: c_int, value: c_int) -> c_int;
     fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) -> c_int;
     fn cuMemFree_v2(pointer: u64) -> c_int;
     fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) -> c_int;
@@ -276,6 +277,18 @@ pub(super) unsafe fn function(module: RawModule, name: &CStr) -> Result<RawFunct
     Ok(function)
 }
 
+/// Lets a kernel reserve this much shared memory, which may be more than the default limit.
+///
+/// # Safety
+///
+/// `function` belongs to the current context.
+pub(super) unsafe fn allow_shared(function: RawFunction, bytes: u32) -> Result<(), CudaError> {
+    const MAX_DYNAMIC_SHARED_BYTES: c_int = 8;
+    // SAFETY: the caller's promise.
+    let code = unsafe { cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_BYTES, bytes as c_int) };
+    result("cuFuncSetAttribute", code)
+}
+
 /// Launches a kernel that takes one argument.
 ///
 /// # Safety
@@ -287,6 +300,7 @@ pub(super) unsafe fn launch<T>(
     function: RawFunction,
     grid: (u32, u32),
     threads: u32,
+    shared: u32,
     stream: RawStream,
     argument: &T,
 ) -> Result<(), CudaError> {
@@ -301,7 +315,7 @@ pub(super) unsafe fn launch<T>(
             threads,
             1,
             1,
-            0,
+            shared,
             stream,
             arguments.as_mut_ptr(),
             std::ptr::null_mut(),
@@ -375,6 +389,7 @@ impl LaunchEx {
         function: RawFunction,
         grid: (u32, u32),
         threads: u32,
+        shared: u32,
         stream: RawStream,
         argument: &T,
     ) -> Result<(), CudaError> {
@@ -388,7 +403,7 @@ impl LaunchEx {
         let config = LaunchConfig {
             grid: [grid.0, grid.1, 1],
             block: [threads, 1, 1],
-            shared: 0,
+            shared,
             stream,
             attributes: &attribute,
             attribute_count: 1,

@@ -39,7 +39,15 @@ impl Runner {
         self.overlap = dispatch.overlap.unwrap_or(true);
         self.calls = launches(problem, dispatch, self.record.address)?
             .into_iter()
-            .map(|call| Ok((self.state.function(&self.source, call.entry)?, call)))
+            .map(|call| {
+                let function = self.state.function(&self.source, call.entry)?;
+                if call.shared_bytes > 0 {
+                    let _bound = self.state.bind()?;
+                    // SAFETY: the function is this context's.
+                    unsafe { driver::allow_shared(function.raw, call.shared_bytes) }?;
+                }
+                Ok((function, call))
+            })
             .collect::<Result<_, CudaError>>()?;
         Ok(())
     }
@@ -51,6 +59,7 @@ impl Runner {
             let Call {
                 grid,
                 threads,
+                shared_bytes: shared,
                 params,
                 ..
             } = call;
@@ -59,10 +68,15 @@ impl Runner {
             // that waits is launched early.
             unsafe {
                 match self.state.launch_ex {
-                    Some(launch_ex) if self.overlap && function.waits => {
-                        launch_ex.launch_early(function.raw, *grid, *threads, stream.raw, params)
-                    }
-                    _ => driver::launch(function.raw, *grid, *threads, stream.raw, params),
+                    Some(launch_ex) if self.overlap && function.waits => launch_ex.launch_early(
+                        function.raw,
+                        *grid,
+                        *threads,
+                        *shared,
+                        stream.raw,
+                        params,
+                    ),
+                    _ => driver::launch(function.raw, *grid, *threads, *shared, stream.raw, params),
                 }
             }?;
         }

@@ -6,31 +6,11 @@
 //! alignment. K and the element that it is rotated with are read again for that: they are in the
 //! first-level cache.
 
+use super::vector::ANY;
 use super::{F32, Place, at, load_f32, narrow, narrow_8, size, widen};
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::gpu::Device;
-
-/// Element `index` of a row, or 0.
-///
-/// # Safety
-///
-/// As for [`Device::load_16`], for that element.
-#[inline(always)]
-unsafe fn load(d: impl Device, when: bool, row: u64, index: u32, dtype: u32) -> f32 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if dtype == F32 {
-            load_f32(d, when, row, index)
-        } else {
-            widen(
-                d,
-                dtype,
-                d.load_16(when, row.wrapping_add(index as u64 * 2)),
-            )
-        }
-    }
-}
 
 /// `E` (1 or 2) elements at `index`, as stored: `[first, second]`, raw.
 ///
@@ -125,34 +105,88 @@ unsafe fn chunk_sum<const E: u32>(
     head_dim: u32,
     dtype: u32,
 ) -> f32 {
-    let first = chunk * 8;
-    let mut sum = 0.0;
-    let mut i = 0;
-    while i < 8 {
-        // Elements past the end add +0.0, which changes no bit of a sum of squares.
-        let inside = when && first + i < head_dim;
+    // All loads before the first use. Elements past the end are zeros: adding +0.0 changes no bit
+    // of a sum of squares.
+    let raw = |i: u32| {
+        let index = chunk * 8 + i;
         // SAFETY: the caller's promise.
-        let raw = unsafe { load_raw::<E>(d, inside, row, first + i, dtype) };
-        let x = decode(d, raw[0], dtype);
-        sum = if i == 0 { x * x } else { sum + x * x };
-        if E == 2 {
-            let x = decode(d, raw[1], dtype);
-            sum += x * x;
-        }
-        i += E;
+        unsafe { load_raw::<E>(d, when && index < head_dim, row, index, dtype) }
+    };
+    let x = |raw: u32| decode(d, raw, dtype);
+    if E == 2 {
+        let (a, b, c, e) = (raw(0), raw(2), raw(4), raw(6));
+        let all = [a[0], a[1], b[0], b[1], c[0], c[1], e[0], e[1]];
+        arith::chunk_sum(&all.map(x))
+    } else {
+        let all = [
+            raw(0),
+            raw(1),
+            raw(2),
+            raw(3),
+            raw(4),
+            raw(5),
+            raw(6),
+            raw(7),
+        ];
+        arith::chunk_sum(&all.map(|raw| x(raw[0])))
     }
-    sum
 }
 
-/// One thread of the kernel; `E` elements (1 or 2) at a time.
+/// Two values for each of the `E` elements of a lane, for example own and partner's weight.
+type Both = [[f32; 2]; 2];
+
+/// Elements `own[i]` and `other[i]` of an array for i < `E`, where `when[i]` holds, else 0.
+///
+/// # Safety
+///
+/// As for [`Device::load_16`], for those elements.
+#[inline(always)]
+unsafe fn load_both<const E: u32>(
+    d: impl Device,
+    when: [bool; 2],
+    arrays: [u64; 2],
+    own: [u32; 2],
+    other: [u32; 2],
+    dtype: u32,
+) -> Both {
+    // One branch for all loads: they are in flight together.
+    // SAFETY: the caller's promise.
+    unsafe {
+        if dtype == F32 {
+            let one = |i: usize| {
+                [
+                    load_f32(d, when[i], arrays[0], own[i]),
+                    load_f32(d, when[i], arrays[1], other[i]),
+                ]
+            };
+            [one(0), if E == 2 { one(1) } else { [0.0; 2] }]
+        } else {
+            let raw = |i: usize| {
+                let at = |array: u64, index: u32| array.wrapping_add(index as u64 * 2);
+                [
+                    d.load_16(when[i], at(arrays[0], own[i])),
+                    d.load_16(when[i], at(arrays[1], other[i])),
+                ]
+            };
+            let raws = [raw(0), if E == 2 { raw(1) } else { [0; 2] }];
+            raws.map(|raw| raw.map(|bits| widen(d, dtype, bits)))
+        }
+    }
+}
+
+/// Heads that a lane has in flight together.
+const HEADS: usize = 4;
+
+/// One thread of the kernel; `E` elements (1 or 2) at a time, `kv` of dtype `KV` ([`ANY`] to read
+/// it from the parameters).
 ///
 /// # Safety
 ///
 /// `p` describes live tensors that do not overlap, whose rows of K and V (sources and
-/// destinations) are aligned to `E` elements; the grid is the one that
-/// [`crate::launch`] gives, with at least one row.
+/// destinations) are aligned to `E` elements; the grid is the one that [`crate::launch`] gives,
+/// with at least one row.
 #[inline(always)]
-pub unsafe fn run<D: Device, const E: u32, const POOL: bool>(d: D, p: &Params) {
+pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D, p: &Params) {
     let thread = d.thread();
     let warp_lane = thread & 31;
     let layer = d.layer();
@@ -164,7 +198,7 @@ pub unsafe fn run<D: Device, const E: u32, const POOL: bool>(d: D, p: &Params) {
     let row = if active { row } else { p.rows - 1 };
     let (token_index, batch) = p.row_divisor.div_rem(row);
     let first_head = batch * per_batch;
-    let kv_dtype = p.kv_dtype;
+    let kv_dtype = if KV == ANY { p.kv_dtype } else { KV };
     let kv_size = size(kv_dtype);
     let out_dtype = if POOL { p.out_dtype } else { kv_dtype };
     let (head_dim, rotary_dim) = (p.head_dim, p.rotary_dim);
@@ -181,18 +215,16 @@ pub unsafe fn run<D: Device, const E: u32, const POOL: bool>(d: D, p: &Params) {
     unsafe {
         let speaks = || active && warp_lane == 0 && batch == 0 && layer == 0;
         let place = Place::load(d, p, POOL, token_index, layer);
-        let token = place.resolve(d, p, POOL, token_index, speaks);
-        let write = active && token.write;
 
         // Squares.
         let head = first_head + (warp_lane >> p.lane_shift);
         let lane = warp_lane & (lanes - 1);
-        let sums = write && head < p.heads;
+        let sums = active && head < p.heads;
         let k_row = at(source, head, row_bytes);
         let sum_of = |step: u32| {
             // Up to 1024 elements are 128 chunks: four for each of 32 lanes.
             let chunk = lane + step * lanes;
-            if chunk * 8 < head_dim {
+            if step * lanes * 8 < head_dim {
                 chunk_sum::<E>(d, sums, k_row, chunk, head_dim, kv_dtype)
             } else {
                 0.0
@@ -206,15 +238,17 @@ pub unsafe fn run<D: Device, const E: u32, const POOL: bool>(d: D, p: &Params) {
             sum += d.shuffle_xor(sum, mask);
             mask /= 2;
         }
-        let eps = load_f32(d, active, p.eps, layer);
+        let eps = load_f32(d, true, p.eps, layer);
         let inv = arith::inverse_rms(sum, head_dim, eps, |x| d.sqrt(x));
 
+        let token = place.resolve(d, p, POOL, token_index, speaks);
+        let write = active && token.write;
         let scaled = p.value_scale != 0;
-        let scale = load_f32(d, scaled && active, p.value_scale, layer);
+        let scale = load_f32(d, scaled, p.value_scale, layer);
         let k_descaled = POOL && p.k_descale != 0;
-        let k_descale = load_f32(d, k_descaled && active, p.k_descale, layer);
+        let k_descale = load_f32(d, k_descaled, p.k_descale, layer);
         let v_descaled = POOL && p.v_descale != 0;
-        let v_descale = load_f32(d, v_descaled && active, p.v_descale, layer);
+        let v_descale = load_f32(d, v_descaled, p.v_descale, layer);
         let copies = !scaled && !v_descaled && out_dtype == kv_dtype;
 
         let weight = at(p.k_norm_weight, layer, p.weight_layer);
@@ -227,96 +261,108 @@ pub unsafe fn run<D: Device, const E: u32, const POOL: bool>(d: D, p: &Params) {
         while step < head_dim {
             let e = step + warp_lane * E;
             let inside = write && e < head_dim;
-            let with_weight = |index: u32| {
-                let w = load(d, inside, weight, index, p.weight_dtype);
-                arith::effective_weight(w, offset)
+            // For each of the E elements: whether it is rotated, as which half of its pair, with
+            // which other element and by which angle.
+            let element = |i: u32| {
+                let e = e + i;
+                let rotated = inside && e < rotary_dim;
+                let second = if interleaved { e & 1 == 1 } else { e >= half };
+                let partner = match (interleaved, second) {
+                    _ if !rotated => e,
+                    (true, _) => e ^ 1,
+                    (false, true) => e - half,
+                    (false, false) => e + half,
+                };
+                let angle = match (interleaved, second) {
+                    (true, _) => e / 2,
+                    (false, true) => e.wrapping_sub(half),
+                    (false, false) => e,
+                };
+                (rotated, second, partner, angle)
             };
-            // For each of the E elements: its weight, and the partner, partner's weight and angle
-            // where it is rotated.
-            let rotated = |i: u32| inside && e + i < rotary_dim;
-            let second = |i: u32| {
-                if interleaved {
-                    (e + i) & 1 == 1
-                } else {
-                    e + i >= half
-                }
-            };
-            let partner = |i: u32| match (interleaved, second(i)) {
-                _ if !rotated(i) => e + i,
-                (true, _) => (e + i) ^ 1,
-                (false, true) => e + i - half,
-                (false, false) => e + i + half,
-            };
-            let angle = |i: u32| match (interleaved, second(i)) {
-                (true, _) => (e + i) / 2,
-                (false, true) => e + i - half,
-                (false, false) => e + i,
-            };
-            let cos = |i| load(d, rotated(i), token.table, angle(i), p.table_dtype);
-            let sin = |i| load(d, rotated(i), sines, angle(i), p.table_dtype);
-            let w = [
-                with_weight(e),
-                if E == 2 { with_weight(e + 1) } else { 0.0 },
-            ];
-            let (p0, p1) = (partner(0), partner(1));
-            let w_partner = [with_weight(p0), if E == 2 { with_weight(p1) } else { 0.0 }];
-            let cos = [cos(0), if E == 2 { cos(1) } else { 0.0 }];
-            let sin = [sin(0), if E == 2 { sin(1) } else { 0.0 }];
+            let (first, last) = (element(0), element(E - 1));
+            let rotated = [first.0, last.0];
+            let second = [first.1, last.1];
+            let partner = [first.2, last.2];
+            let angle = [first.3, last.3];
+            let own = [e, e + E - 1];
+            let weights = load_both::<E>(d, [inside; 2], [weight; 2], own, partner, p.weight_dtype);
+            let w = weights.map(|both| both.map(|w| arith::effective_weight(w, offset)));
+            let angles = load_both::<E>(
+                d,
+                rotated,
+                [token.table, sines],
+                angle,
+                angle,
+                p.table_dtype,
+            );
 
             let mut g = 0;
             while g < per_batch {
-                let inv = d.shuffle_from(inv, g << p.lane_shift);
-                let head = first_head + g;
-                let when = inside && head < p.heads;
-                let k_row = at(source, head, row_bytes);
-                let v_row = k_row.wrapping_add(p.kv_value as u64);
-                let raw = load_raw::<E>(d, when, k_row, e, kv_dtype);
-                let v = load_raw::<E>(d, when, v_row, e, kv_dtype);
-                let other = [
-                    load(d, when, k_row, p0, kv_dtype),
-                    if E == 2 {
-                        load(d, when, k_row, p1, kv_dtype)
-                    } else {
-                        0.0
-                    },
-                ];
-                let element = |i: usize| {
-                    let x = decode(d, raw[i], kv_dtype);
-                    let own = arith::normalize(x, inv, w[i]);
-                    let other = arith::normalize(other[i], inv, w_partner[i]);
-                    let (as_first, _) = arith::rotate(own, other, cos[i], sin[i]);
-                    let (_, as_second) = arith::rotate(other, own, cos[i], sin[i]);
-                    let turned = if second(i as u32) {
-                        as_second
-                    } else {
-                        as_first
+                let exists = |j: usize| {
+                    let g = g + j as u32;
+                    inside && g < per_batch && first_head + g < p.heads
+                };
+                let row_of = |j: usize| at(source, first_head + g + j as u32, row_bytes);
+                let at_head = |j: usize| {
+                    let (when, k_row) = (exists(j), row_of(j));
+                    let v_row = k_row.wrapping_add(p.kv_value as u64);
+                    let partner_of = |i: usize| {
+                        let raw = load_raw::<1>(d, when, k_row, partner[i], kv_dtype);
+                        raw[0]
                     };
-                    let y = if rotated(i as u32) { turned } else { own };
-                    if k_descaled { y / k_descale } else { y }
+                    (
+                        load_raw::<E>(d, when, k_row, e, kv_dtype),
+                        [partner_of(0), if E == 2 { partner_of(1) } else { 0 }],
+                        load_raw::<E>(d, when, v_row, e, kv_dtype),
+                    )
                 };
-                let k = [element(0), if E == 2 { element(1) } else { 0.0 }];
-                let to = |base: u64, stride: i64| {
-                    at(base, head, stride).wrapping_add((e * size(out_dtype)) as u64)
-                };
-                let k_to = to(token.destination.k, p.k_head);
-                store_raw::<E>(d, when, k_to, encode(d, k, out_dtype), out_dtype);
+                let loaded: [_; HEADS] = [at_head(0), at_head(1), at_head(2), at_head(3)];
+                let inv_of = |j: u32| d.shuffle_from(inv, ((g + j) << p.lane_shift) & 31);
+                let invs: [_; HEADS] = [inv_of(0), inv_of(1), inv_of(2), inv_of(3)];
+                let finish = |j: usize| {
+                    let (raw, other, v) = loaded[j];
+                    let (inv, when, head) = (invs[j], exists(j), first_head + g + j as u32);
+                    let turn = |i: usize| {
+                        let x = decode(d, raw[i], kv_dtype);
+                        let own = arith::normalize(x, inv, w[i][0]);
+                        let other = decode(d, other[i], kv_dtype);
+                        let other = arith::normalize(other, inv, w[i][1]);
+                        let [cos, sin] = angles[i];
+                        let (as_first, _) = arith::rotate(own, other, cos, sin);
+                        let (_, as_second) = arith::rotate(other, own, cos, sin);
+                        let turned = if second[i] { as_second } else { as_first };
+                        let y = if rotated[i] { turned } else { own };
+                        if k_descaled { y / k_descale } else { y }
+                    };
+                    let k = [turn(0), if E == 2 { turn(1) } else { 0.0 }];
+                    let to = |base: u64, stride: i64| {
+                        at(base, head, stride).wrapping_add((e * size(out_dtype)) as u64)
+                    };
+                    let k_to = to(token.destination.k, p.k_head);
+                    store_raw::<E>(d, when, k_to, encode(d, k, out_dtype), out_dtype);
 
-                let v = if copies {
-                    v
-                } else {
-                    let element = |i: usize| {
-                        let mut y = decode(d, v[i], kv_dtype);
-                        if scaled {
-                            y *= scale;
-                        }
-                        if v_descaled { y / v_descale } else { y }
+                    let v = if copies {
+                        v
+                    } else {
+                        let convert = |i: usize| {
+                            let mut y = decode(d, v[i], kv_dtype);
+                            if scaled {
+                                y *= scale;
+                            }
+                            if v_descaled { y / v_descale } else { y }
+                        };
+                        let y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
+                        encode(d, y, out_dtype)
                     };
-                    let y = [element(0), if E == 2 { element(1) } else { 0.0 }];
-                    encode(d, y, out_dtype)
+                    let v_to = to(token.destination.v, p.v_head);
+                    store_raw::<E>(d, when, v_to, v, out_dtype);
                 };
-                let v_to = to(token.destination.v, p.v_head);
-                store_raw::<E>(d, when, v_to, v, out_dtype);
-                g += 1;
+                finish(0);
+                finish(1);
+                finish(2);
+                finish(3);
+                g += HEADS as u32;
             }
             step += 32 * E;
         }

@@ -19,8 +19,12 @@ macro_rules! for_each_entry {
             fused_kv_vector_f16_any => crate::kernels::vector::run::<_, crate::kernels::spec::F16Any>;
             fused_kv_vector_f32 => crate::kernels::vector::run::<_, crate::kernels::spec::F32>;
             fused_kv_vector_f32_any => crate::kernels::vector::run::<_, crate::kernels::spec::F32Any>;
-            fused_kv_generic_1 => $crate::kernels::generic::run::<_, 1, false>;
-            fused_kv_generic_2 => $crate::kernels::generic::run::<_, 2, false>;
+            fused_kv_generic_2_bf16 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::BF16 }, false>;
+            fused_kv_generic_2_f16 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::F16 }, false>;
+            fused_kv_generic_2_f32 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::F32 }, false>;
+            fused_kv_generic_1_bf16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::BF16 }, false>;
+            fused_kv_generic_1_f16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F16 }, false>;
+            fused_kv_generic_1_f32 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F32 }, false>;
         }
     };
 }
@@ -30,9 +34,12 @@ use crate::abi::{Code, Params, Status, flags};
 use crate::convert;
 use crate::gpu::Device;
 
-const BF16: u32 = Code::Bf16 as u32;
-const F16: u32 = Code::F16 as u32;
-const F32: u32 = Code::F32 as u32;
+/// [`Code::Bf16`] as a constant parameter.
+pub const BF16: u32 = Code::Bf16 as u32;
+/// [`Code::F16`] as a constant parameter.
+pub const F16: u32 = Code::F16 as u32;
+/// [`Code::F32`] as a constant parameter.
+pub const F32: u32 = Code::F32 as u32;
 const E4M3: u32 = Code::E4M3 as u32;
 
 /// What the vector kernels are specialised for.

@@ -37,6 +37,8 @@ pub struct Case {
     pub path: Option<Path>,
     /// Forced block size.
     pub threads: Option<u32>,
+    /// Reserved shared memory of a block, in bytes.
+    pub shared_bytes: Option<u32>,
     /// Kernels may start early.
     pub overlap: Option<bool>,
 }
@@ -67,6 +69,7 @@ impl Default for Case {
             shift: 0,
             path: None,
             threads: None,
+            shared_bytes: None,
             overlap: None,
         }
     }
@@ -236,11 +239,16 @@ impl Memory {
             v: Output::Into(output(1)?),
         };
         let mut plan = Plan::new(config, inputs, outputs)?;
-        if case.path.is_some() || case.threads.is_some() || case.overlap.is_some() {
+        if case.path.is_some()
+            || case.threads.is_some()
+            || case.overlap.is_some()
+            || case.shared_bytes.is_some()
+        {
             plan.dispatch(Dispatch {
                 path: case.path,
                 threads: case.threads,
                 overlap: case.overlap,
+                shared_bytes: case.shared_bytes,
                 ..Dispatch::default()
             })?;
         }

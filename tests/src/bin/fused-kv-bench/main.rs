@@ -39,6 +39,9 @@ enum Command {
         /// Forces block sizes in the headline group; one column each.
         #[arg(long, value_delimiter = ',')]
         threads: Vec<u32>,
+        /// Reserves this much shared memory a block, in KiB.
+        #[arg(long)]
+        shared: Option<u32>,
         /// Forbids kernels to start before the one in front of them has ended.
         #[arg(long)]
         no_overlap: bool,
@@ -290,6 +293,7 @@ fn dense(
     tokens: &[usize],
     path: Option<String>,
     threads: &[u32],
+    shared: Option<u32>,
     overlap: Option<bool>,
 ) -> Result<()> {
     let gpu = Gpu::new()?;
@@ -320,10 +324,12 @@ fn dense(
             threads.iter().copied().map(Some).collect()
         };
         for threads in variants {
+            let shared_bytes = shared.map(|kib| kib * 1024);
             let case = Case {
                 threads,
                 path,
                 overlap,
+                shared_bytes,
                 ..case.clone()
             };
             let figure = measure(&gpu, &copy_kernel, &case)?;
@@ -389,6 +395,7 @@ fn main() -> Result<()> {
             tokens,
             path,
             threads,
+            shared,
             no_overlap,
         } => dense(
             out,
@@ -396,6 +403,7 @@ fn main() -> Result<()> {
             &tokens,
             path,
             &threads,
+            shared,
             no_overlap.then_some(false),
         ),
         Command::Load => load(),
