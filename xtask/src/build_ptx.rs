@@ -41,9 +41,10 @@ pub fn run(project: &Project, flags: &BuildPtx) -> Result<()> {
         return check(project, flags, &out, &manifest, &files);
     }
     project::create_dir(&out)?;
-    for old in std::fs::read_dir(&out)? {
-        let old = old?.path();
-        if old.extension().is_some_and(|extension| extension == "ptx") {
+    // Files of tiers that are no more.
+    let old = Manifest::load(&out).map_or_else(|_| Vec::new(), |manifest| manifest.tiers);
+    for old in old.iter().map(|tier| out.join(&tier.file)) {
+        if old.is_file() {
             std::fs::remove_file(&old).with_context(|| old.display().to_string())?;
         }
     }

@@ -393,7 +393,7 @@ fn libclang(env: &dyn Env) -> Finding {
     let is_library = |name: &str| {
         let rest = name.strip_prefix("libclang").unwrap_or_default();
         let rest = rest.trim_start_matches(|c: char| c == '-' || c == '.' || c.is_ascii_digit());
-        rest.starts_with("so") || name.starts_with("libclang.so")
+        rest.starts_with("so")
     };
     let mut looked = Vec::new();
     let mut folders = Vec::new();

@@ -42,7 +42,7 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
         bail!("the program fused-kv was not built");
     }
 
-    project::remove_dir(&out)?;
+    clear(&out)?;
     for test in &tests {
         copy(&test.path, &out.join("tests").join(&test.name))?;
     }
@@ -136,6 +136,17 @@ fn parse_messages(json: &str, tests: bool) -> Result<Vec<Executable>> {
     Ok(found)
 }
 
+/// Empties the folder of an earlier bundle; one with anything else in it is left alone.
+fn clear(out: &Path) -> Result<()> {
+    let Ok(mut entries) = std::fs::read_dir(out) else {
+        return Ok(());
+    };
+    if entries.next().is_some() && !out.join("run.sh").is_file() {
+        bail!("{} is not empty and no bundle", out.display());
+    }
+    project::remove_dir(out)
+}
+
 fn copy(from: &Path, to: &Path) -> Result<()> {
     if let Some(parent) = to.parent() {
         project::create_dir(parent)?;
@@ -188,6 +199,19 @@ fn make_executable(_: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_an_earlier_bundle_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        clear(&folder.path().join("missing")).unwrap();
+        project::write(&folder.path().join("thesis.tex"), "").unwrap();
+        let error = clear(folder.path()).unwrap_err().to_string();
+        assert!(error.ends_with("is not empty and no bundle"), "{error}");
+        assert!(folder.path().join("thesis.tex").is_file());
+        project::write(&folder.path().join("run.sh"), "").unwrap();
+        clear(folder.path()).unwrap();
+        assert!(!folder.path().exists());
+    }
 
     #[test]
     fn executables_are_named_after_their_targets() {

@@ -6,6 +6,7 @@
 #   run.sh memcheck|racecheck|initcheck|synccheck [FILTER...]
 #                                       the GPU tests under compute-sanitizer
 #   run.sh cli                          fused-kv on every golden file, on CUDA, compared
+#   run.sh bench [ARGUMENT...]          the measurements (bench --help)
 #   run.sh info                         what the program and the driver say about this machine
 #
 # FILTER goes to the test binaries: a part of the tests' names, or an option such as --nocapture.
@@ -73,6 +74,10 @@ cli)
         step "fused-kv run $(basename "$file")" bin/fused-kv run "$file" --backend cuda --verify
     done
     [ "$found" = 1 ] || { echo "no golden files in this bundle"; failed=1; }
+    ;;
+bench)
+    shift
+    step fused-kv-bench bin/fused-kv-bench "$@"
     ;;
 info)
     step "fused-kv info" bin/fused-kv info
