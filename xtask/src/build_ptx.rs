@@ -364,7 +364,7 @@ fn check(
                 .map(|line| format!("{}: {line}", project.show(&out.join(manifest::FILE)))),
         ),
     }
-    conclude(flags, &differences)
+    conclude(flags, &differences, "the PTX is what the sources give")
 }
 
 /// `--check` where the PTX cannot be rebuilt.
@@ -389,12 +389,16 @@ fn check_digest(
         &found.compiler,
         &files,
     )?;
-    conclude(flags, &found.differences(&expected))
+    conclude(
+        flags,
+        &found.differences(&expected),
+        "the sources and the files are those of the manifest (not rebuilt)",
+    )
 }
 
-fn conclude(flags: &BuildPtx, differences: &[String]) -> Result<()> {
+fn conclude(flags: &BuildPtx, differences: &[String], agreed: &str) -> Result<()> {
     if differences.is_empty() {
-        println!("the PTX is what the sources give");
+        println!("{agreed}");
         return Ok(());
     }
     bail!(
