@@ -7,14 +7,14 @@ use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_TO_NEAREST_INT, _mm_add_ps, _mm_add_ss,
     _mm_cvtss_f32, _mm_loadu_ps, _mm_loadu_si128, _mm_movehl_ps, _mm_packus_epi32, _mm_shuffle_ps,
     _mm_storeu_si128, _mm_stream_si128, _mm256_add_epi32, _mm256_add_ps, _mm256_addsub_ps,
-    _mm256_and_si256, _mm256_blendv_ps, _mm256_castps_si256, _mm256_castps128_ps256,
-    _mm256_castps256_ps128, _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps,
+    _mm256_and_si256, _mm256_blendv_epi8, _mm256_blendv_ps, _mm256_castps_si256,
+    _mm256_castps128_ps256, _mm256_castps256_ps128, _mm256_castsi256_si128, _mm256_cmp_ps,
     _mm256_cvtph_ps, _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256,
-    _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_mul_ps, _mm256_packus_epi32,
-    _mm256_permute_ps, _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps, _mm256_set1_epi32,
-    _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_srli_epi32,
-    _mm256_storeu_ps, _mm256_storeu_si256, _mm256_stream_ps, _mm256_stream_si256, _mm256_sub_ps,
-    _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_movemask_ps, _mm256_mul_ps,
+    _mm256_packus_epi32, _mm256_permute_ps, _mm256_permute4x64_epi64, _mm256_permutevar8x32_ps,
+    _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_ps, _mm256_shuffle_ps,
+    _mm256_srli_epi32, _mm256_storeu_ps, _mm256_storeu_si256, _mm256_stream_ps,
+    _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 use std::ops::Range;
 
@@ -163,28 +163,30 @@ pub(super) fn f16_from_f32(value: __m256) -> __m128i {
     _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(canonical(value))
 }
 
-/// As [`convert::bf16_from_f32`], each in the lower half of its lane.
+/// As [`convert::bf16_from_f32`] for numbers, each in the lower half of its lane.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
-fn bf16_lanes(value: __m256) -> __m256i {
+fn rounded(value: __m256) -> __m256i {
     let bits = _mm256_castps_si256(value);
     let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
     let half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-    let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half));
+    _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, half))
+}
+
+/// As [`convert::bf16_from_f32`], each in the lower half of its lane.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+fn rounded_or_nan(value: __m256) -> __m256i {
     let nan = _mm256_set1_epi32(i32::from(convert::NAN_16 as i16));
     let is_nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(value, value);
-    _mm256_castps_si256(_mm256_blendv_ps(
-        _mm256_castsi256_ps(rounded),
-        _mm256_castsi256_ps(nan),
-        is_nan,
-    ))
+    _mm256_blendv_epi8(rounded(value), nan, _mm256_castps_si256(is_nan))
 }
 
 /// As [`convert::bf16_from_f32`].
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 pub(super) fn bf16_from_f32(value: __m256) -> __m128i {
-    let lanes = bf16_lanes(value);
+    let lanes = rounded_or_nan(value);
     _mm_packus_epi32(
         _mm256_castsi256_si128(lanes),
         _mm256_extracti128_si256::<1>(lanes),
@@ -195,9 +197,15 @@ pub(super) fn bf16_from_f32(value: __m256) -> __m128i {
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 pub(super) fn bf16_from_f32x16(low: __m256, high: __m256) -> __m256i {
+    // One comparison finds a NaN on either side; there hardly ever is one.
+    let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(low, high);
+    let (low, high) = if _mm256_movemask_ps(nan) == 0 {
+        (rounded(low), rounded(high))
+    } else {
+        (rounded_or_nan(low), rounded_or_nan(high))
+    };
     // The packing takes the four halves in turns; the permutation puts them in order.
-    let packed = _mm256_packus_epi32(bf16_lanes(low), bf16_lanes(high));
-    _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
+    _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high))
 }
 
 /// Stores 32 bytes.
@@ -332,6 +340,7 @@ pub(super) unsafe fn finish_neox<Out: Kind, const STREAM: bool>(
     let (second, rest) = rest.split_at(half);
     let (first_weight, rest_weight) = eights(layer.weight).split_at(half);
     let (second_weight, rest_weight) = rest_weight.split_at(half);
+    let sin = &sin[..half];
     let bytes = 8 * Out::DTYPE.size();
     let inv = _mm256_set1_ps(inv);
     let rotated = |index: usize| {
@@ -345,19 +354,16 @@ pub(super) unsafe fn finish_neox<Out: Kind, const STREAM: bool>(
         )
     };
     let mut index = 0;
-    while index + 1 < half {
-        let (a, b) = (rotated(index), rotated(index + 1));
-        // SAFETY: two vectors of each half of the head.
-        unsafe {
+    // SAFETY: vectors of each half of the head.
+    unsafe {
+        while index + 1 < half {
+            let (a, b) = (rotated(index), rotated(index + 1));
             Out::store16::<STREAM>(a.0, b.0, dst.add(index * bytes));
             Out::store16::<STREAM>(a.1, b.1, dst.add((half + index) * bytes));
+            index += 2;
         }
-        index += 2;
-    }
-    if index < half {
-        let (first, second) = rotated(index);
-        // SAFETY: the last vector of each half.
-        unsafe {
+        if index < half {
+            let (first, second) = rotated(index);
             Out::store8::<STREAM>(first, dst.add(index * bytes));
             Out::store8::<STREAM>(second, dst.add((half + index) * bytes));
         }
