@@ -12,7 +12,7 @@ use crate::{DType, Error, NormWeight, RopeStyle};
 pub struct Dispatch {
     /// The path; `None` for the fastest that can serve the job.
     pub path: Option<Path>,
-    /// Threads of a block, a multiple of 64 from 64 to 1024; `None` for the library's choice.
+    /// Threads of a block, a multiple of 64 from 64 to 512; `None` for the library's choice.
     pub threads: Option<u32>,
     /// Bytes of shared memory that a block reserves and does not use, which limits how many blocks
     /// a multiprocessor holds; `None` for the library's choice.
@@ -116,10 +116,10 @@ pub(crate) fn launches(
         return Ok(Vec::new());
     }
     let threads = dispatch.threads;
-    if threads.is_some_and(|threads| threads % 64 != 0 || !(64..=1024).contains(&threads)) {
+    if threads.is_some_and(|threads| threads % 64 != 0 || !(64..=512).contains(&threads)) {
         return Err(Error::Path {
             path: path.name(),
-            reason: "a block has a multiple of 64 threads, 64 to 1024",
+            reason: "a block has a multiple of 64 threads, 64 to 512",
         });
     }
     let launch = facts.launch(path, tokens as u64 * layers as u64, threads);

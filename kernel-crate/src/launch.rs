@@ -1,6 +1,6 @@
 //! Which kernel serves a job, and with which grid.
 
-use crate::abi::{Code, FastDivisor, Params};
+use crate::abi::{BATCHES, Code, FastDivisor, Params};
 
 /// A dispatch path. All of them give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,7 +28,7 @@ impl Path {
 }
 
 /// Up to this many threads a launch takes small blocks, which start and end sooner.
-const SMALL: u64 = 64 * 1024;
+const SMALL: u64 = 32 * 1024;
 
 /// What decides about the path: geometry, dtypes, and the alignment of everything.
 ///
@@ -118,7 +118,7 @@ impl Facts {
         Path::ALL.into_iter().find(serves).unwrap_or(Path::Elements)
     }
 
-    /// The launch of `path`, for `tokens` tokens. `threads`, a multiple of 64 up to 1024, forces
+    /// The launch of `path`, for `tokens` tokens. `threads`, a multiple of 64 up to 512, forces
     /// the size of a block.
     ///
     /// The path must be able to serve the job: see [`Facts::obstacle`].
@@ -135,16 +135,16 @@ impl Facts {
         };
         let per_token = match path {
             Path::Vector => self.heads,
-            Path::Pairs | Path::Elements => self.heads.div_ceil(32 / lanes),
+            Path::Pairs | Path::Elements => self.heads.div_ceil(BATCHES * (32 / lanes)),
         };
         let row_threads = if path == Path::Vector { lanes } else { 32 };
         let threads = threads.unwrap_or_else(|| {
             let wanted = rows.saturating_mul(u64::from(per_token * row_threads));
-            match wanted {
-                ..=SMALL => 64,
-                // Kernels with more registers fill a multiprocessor better in small blocks.
-                _ if path != Path::Vector || !self.is_common() => 128,
-                _ => 256,
+            // Kernels with more registers fill a multiprocessor better in small blocks.
+            if wanted <= SMALL || !(path == Path::Vector && self.is_common()) {
+                64
+            } else {
+                256
             }
         });
         Launch {

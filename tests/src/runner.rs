@@ -107,7 +107,7 @@ pub fn all_dispatches() -> Vec<Dispatch> {
     ];
     for path in Path::ALL {
         all.extend(
-            [None, Some(64), Some(192), Some(1024)].map(|threads| Dispatch {
+            [None, Some(64), Some(192), Some(512)].map(|threads| Dispatch {
                 path: Some(path),
                 threads,
                 ..Dispatch::default()
