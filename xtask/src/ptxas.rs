@@ -55,7 +55,8 @@ pub fn install(project: &Project) -> Result<()> {
     project::run(
         Command::new("python3")
             .args(["-m", "pip", "install", "--quiet", "--no-deps"])
-            .args(["--disable-pip-version-check", "--target"])
+            .args(["--disable-pip-version-check", "--root-user-action=ignore"])
+            .arg("--target")
             .arg(tools(project))
             .arg(PACKAGE),
     )
