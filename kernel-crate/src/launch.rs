@@ -73,7 +73,7 @@ const fn size(code: Code) -> u64 {
 }
 
 const fn aligned(bits: u64, to: u64) -> bool {
-    bits % to == 0
+    bits.is_multiple_of(to)
 }
 
 impl Facts {
@@ -93,9 +93,9 @@ impl Facts {
                 // Interleaved chunks take four angles, rotated pairs of neox chunks eight.
                 let (rotary_unit, angles) = if self.interleaved { (8, 4) } else { (16, 8) };
                 let sines = u64::from(self.rotary_dim) / 2 * table;
-                if self.head_dim % 8 != 0 || self.head_dim > 512 {
+                if !self.head_dim.is_multiple_of(8) || self.head_dim > 512 {
                     Some("head_dim is no multiple of 8 up to 512")
-                } else if self.rotary_dim % rotary_unit != 0 {
+                } else if !self.rotary_dim.is_multiple_of(rotary_unit) {
                     Some("rotary_dim does not cut the row at whole chunks")
                 } else if !aligned(self.kv_bits, 16) {
                     Some("rows of kv are not aligned to 16 bytes")

@@ -245,7 +245,7 @@ fn check(case: &Case, threads: Option<u32>) -> usize {
             .map(|found| (found.count, found.token, found.value));
         assert_eq!(found, bad);
         for layer in 0..l {
-            for token in 0..t {
+            for (token, position) in positions.iter().enumerate() {
                 for head in 0..h {
                     let context = format!(
                         "{path:?} {:?} D={d} R={r} interleaved={} token {token} layer {layer} head {head}",
@@ -264,7 +264,7 @@ fn check(case: &Case, threads: Option<u32>) -> usize {
                     let w: Vec<f32> = (0..d)
                         .map(|i| arith::effective_weight(weight.get(layer * d + i), case.offset))
                         .collect();
-                    let row = positions[token] as usize * r;
+                    let row = *position as usize * r;
                     let expected = reference(&x, &w, eps[layer], case, |angle| {
                         (table.get(row + angle), table.get(row + r / 2 + angle))
                     });

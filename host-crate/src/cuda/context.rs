@@ -114,8 +114,8 @@ impl State {
         if let Some(state) = lock(registry()).get(&(raw as usize)) {
             return Ok(state.clone());
         }
-        // SAFETY: the caller's promise.
         let ordinal = {
+            // SAFETY: the caller's promise.
             let _bound = unsafe { Bound::new(raw) }?;
             driver::current_device()?
         };

@@ -76,8 +76,8 @@ pub(super) fn describe(code: c_int) -> (String, String) {
         let mut pointer = std::ptr::null();
         // SAFETY: the call writes the address of a static string, or fails and writes null.
         let known = unsafe { call(code, &mut pointer) } == SUCCESS && !pointer.is_null();
-        // SAFETY: a pointer from a successful call is a static C string.
         known.then(|| {
+            // SAFETY: a pointer from a successful call is a static C string.
             unsafe { CStr::from_ptr(pointer) }
                 .to_string_lossy()
                 .into_owned()
@@ -326,14 +326,14 @@ pub(super) unsafe fn launch<T>(
 
 /// `cuLaunchKernelEx`, which drivers have since CUDA 11.8.
 #[derive(Clone, Copy)]
-pub(super) struct LaunchEx(
-    unsafe extern "C" fn(
-        *const LaunchConfig,
-        RawFunction,
-        *mut *mut c_void,
-        *mut *mut c_void,
-    ) -> c_int,
-);
+pub(super) struct LaunchEx(LaunchExFunction);
+
+type LaunchExFunction = unsafe extern "C" fn(
+    *const LaunchConfig,
+    RawFunction,
+    *mut *mut c_void,
+    *mut *mut c_void,
+) -> c_int;
 
 impl std::fmt::Debug for LaunchEx {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -373,7 +373,7 @@ impl LaunchEx {
         }
         // SAFETY: the driver gives the address of the function of this name and signature.
         Some(Self(unsafe {
-            std::mem::transmute::<*mut c_void, _>(address)
+            std::mem::transmute::<*mut c_void, LaunchExFunction>(address)
         }))
     }
 

@@ -12,13 +12,13 @@ pub mod vector;
 macro_rules! for_each_entry {
     ($entries:ident) => {
         $entries! {
-            fused_kv_vector_bf16_d128 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16D128>;
-            fused_kv_vector_bf16 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16>;
-            fused_kv_vector_bf16_any => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16Any>;
-            fused_kv_vector_f16 => crate::kernels::vector::run::<_, crate::kernels::spec::F16>;
-            fused_kv_vector_f16_any => crate::kernels::vector::run::<_, crate::kernels::spec::F16Any>;
-            fused_kv_vector_f32 => crate::kernels::vector::run::<_, crate::kernels::spec::F32>;
-            fused_kv_vector_f32_any => crate::kernels::vector::run::<_, crate::kernels::spec::F32Any>;
+            fused_kv_vector_bf16_d128 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128>;
+            fused_kv_vector_bf16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16>;
+            fused_kv_vector_bf16_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16Any>;
+            fused_kv_vector_f16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F16>;
+            fused_kv_vector_f16_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::F16Any>;
+            fused_kv_vector_f32 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F32>;
+            fused_kv_vector_f32_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::F32Any>;
             fused_kv_generic_2_bf16 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::BF16 }, false>;
             fused_kv_generic_2_f16 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::F16 }, false>;
             fused_kv_generic_2_f32 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::F32 }, false>;
