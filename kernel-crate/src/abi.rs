@@ -245,9 +245,6 @@ impl Status {
     }
 }
 
-/// Batches of heads that a warp of a generic kernel takes, one after the other.
-pub const BATCHES: u32 = 2;
-
 /// Version of this layout; PTX manifests carry it, and a host refuses PTX of another.
 pub const ABI_VERSION: u32 = 1;
 

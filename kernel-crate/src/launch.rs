@@ -1,6 +1,6 @@
 //! Which kernel serves a job, and with which grid.
 
-use crate::abi::{BATCHES, Code, FastDivisor, Params};
+use crate::abi::{Code, FastDivisor, Params};
 
 /// A dispatch path. All of them give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -135,16 +135,17 @@ impl Facts {
         };
         let per_token = match path {
             Path::Vector => self.heads,
-            Path::Pairs | Path::Elements => self.heads.div_ceil(BATCHES * (32 / lanes)),
+            Path::Pairs | Path::Elements => self.heads.div_ceil(32 / lanes),
         };
         let row_threads = if path == Path::Vector { lanes } else { 32 };
         let threads = threads.unwrap_or_else(|| {
             let wanted = rows.saturating_mul(u64::from(per_token * row_threads));
             // Kernels with more registers fill a multiprocessor better in small blocks.
-            if wanted <= SMALL || !(path == Path::Vector && self.is_common()) {
-                64
-            } else {
-                256
+            match path {
+                _ if wanted <= SMALL => 64,
+                Path::Vector if self.is_common() => 256,
+                Path::Vector => 64,
+                Path::Pairs | Path::Elements => 128,
             }
         });
         Launch {

@@ -30,7 +30,12 @@ unsafe extern "C" {
     fn cuCtxPopCurrent_v2(context: *mut RawContext) -> c_int;
     fn cuCtxGetDevice(device: *mut c_int) -> c_int;
     fn cuCtxSynchronize() -> c_int;
-    fn cuPointerGetAttribute(data: *mut c_void, attribute: c_int, pointer: u64) -> c_int;
+    fn cuPointerGetAttributes(
+        count: c_uint,
+        attributes: *mut c_int,
+        values: *mut *mut c_void,
+        pointer: u64,
+    ) -> c_int;
     fn cuModuleLoadDataEx(
         module: *mut RawModule,
         image: *const c_void,
@@ -198,25 +203,27 @@ pub(super) fn pointer(address: u64) -> Result<Pointer, CudaError> {
     const MEMORY_TYPE: c_int = 2;
     const DEVICE_ORDINAL: c_int = 9;
     const TYPE_HOST: c_uint = 1;
+    const TYPE_DEVICE: c_uint = 2;
 
     let mut memory_type: c_uint = 0;
-    // SAFETY: this attribute is one unsigned integer; any address may be asked about.
-    match unsafe { cuPointerGetAttribute((&raw mut memory_type).cast(), MEMORY_TYPE, address) } {
-        INVALID_VALUE => return Ok(Pointer::Unknown),
-        code => result("cuPointerGetAttribute", code)?,
-    }
-    if memory_type == TYPE_HOST {
-        return Ok(Pointer::Host);
-    }
     let mut ordinal: c_int = 0;
-    // SAFETY: this attribute is one integer.
-    let code = unsafe { cuPointerGetAttribute((&raw mut ordinal).cast(), DEVICE_ORDINAL, address) };
-    result("cuPointerGetAttribute", code)?;
     let mut context: RawContext = std::ptr::null_mut();
-    // SAFETY: this attribute is one pointer. Memory of a stream-ordered pool belongs to no
-    // context: the call then fails or leaves null.
-    unsafe { cuPointerGetAttribute((&raw mut context).cast(), CONTEXT, address) };
-    Ok(Pointer::Device(ordinal as u32, context))
+    let mut attributes = [MEMORY_TYPE, DEVICE_ORDINAL, CONTEXT];
+    let mut values: [*mut c_void; 3] = [
+        (&raw mut memory_type).cast(),
+        (&raw mut ordinal).cast(),
+        (&raw mut context).cast(),
+    ];
+    // SAFETY: three attributes with a place of its type for each; any address may be asked about,
+    // and one that the driver does not know gives zeros.
+    let code =
+        unsafe { cuPointerGetAttributes(3, attributes.as_mut_ptr(), values.as_mut_ptr(), address) };
+    result("cuPointerGetAttributes", code)?;
+    Ok(match memory_type {
+        TYPE_HOST => Pointer::Host,
+        TYPE_DEVICE => Pointer::Device(ordinal as u32, context),
+        _ => Pointer::Unknown,
+    })
 }
 
 /// Compiles PTX in the current context; an error carries the compiler's log.

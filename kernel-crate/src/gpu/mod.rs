@@ -72,6 +72,15 @@ pub trait Device: Copy {
     /// As for [`Device::load_16`].
     unsafe fn load_128_once(self, address: u64) -> [u32; 4];
 
+    /// Starts to bring the 128 bytes around `address`, of an input, into the second-level cache.
+    ///
+    /// # Safety
+    ///
+    /// `address` is readable.
+    unsafe fn prefetch(self, address: u64) {
+        let _ = address;
+    }
+
     /// Writes one byte of an output where `when` holds. Outputs are not read again by this
     /// kernel: stores may stream past the caches.
     ///

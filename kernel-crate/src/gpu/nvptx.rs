@@ -164,6 +164,14 @@ impl Device for Gpu {
     }
 
     #[inline(always)]
+    unsafe fn prefetch(self, address: u64) {
+        // SAFETY: the caller's promise; nothing is written.
+        unsafe {
+            asm!("prefetch.global.L2 [{address}];", address = in(reg64) address, options(nostack));
+        }
+    }
+
+    #[inline(always)]
     unsafe fn store_8(self, when: bool, address: u64, value: u8) {
         // SAFETY: the caller's promise.
         unsafe {

@@ -174,9 +174,6 @@ unsafe fn load_both<const E: u32>(
     }
 }
 
-/// Batches of heads that a warp takes: weights and angles of an element are read once for all.
-const BATCHES: u32 = crate::abi::BATCHES;
-
 /// Heads that a lane has in flight together.
 const HEADS: usize = 4;
 
@@ -200,7 +197,7 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
     // Warps past the end look at the last row, without storing anything.
     let row = if active { row } else { p.rows - 1 };
     let (token_index, batch) = p.row_divisor.div_rem(row);
-    let first_head = batch * BATCHES * per_batch;
+    let first_head = batch * per_batch;
     let kv_dtype = if KV == ANY { p.kv_dtype } else { KV };
     let kv_size = size(kv_dtype);
     let out_dtype = if POOL { p.out_dtype } else { kv_dtype };
@@ -219,40 +216,43 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
         let speaks = || active && warp_lane == 0 && batch == 0 && layer == 0;
         let place = Place::load(d, p, POOL, token_index, layer);
 
-        // Squares, one batch of heads after the other.
+        // V is needed last: on its way into the second-level cache it does not wait for the sums.
+        let heads = if p.heads - first_head < per_batch {
+            p.heads - first_head
+        } else {
+            per_batch
+        };
+        let v_row = at(source, first_head, row_bytes).wrapping_add(p.kv_value as u64);
+        let mut line = warp_lane * 128;
+        while line < heads * head_dim * kv_size {
+            d.prefetch(v_row.wrapping_add(line as u64));
+            line += 32 * 128;
+        }
+
+        // Squares.
+        let head = first_head + (warp_lane >> p.lane_shift);
         let lane = warp_lane & (lanes - 1);
         let eps = load_f32(d, true, p.eps, layer);
-        let (mut inv_first, mut inv_second) = (0.0, 0.0);
-        let mut b = 0;
-        while b < BATCHES {
-            let head = first_head + b * per_batch + (warp_lane >> p.lane_shift);
-            let sums = active && head < p.heads;
-            let k_row = at(source, head, row_bytes);
-            let sum_of = |step: u32| {
-                // Up to 1024 elements are 128 chunks: four for each of 32 lanes.
-                let chunk = lane + step * lanes;
-                if step * lanes * 8 < head_dim {
-                    chunk_sum::<E>(d, sums, k_row, chunk, head_dim, kv_dtype)
-                } else {
-                    0.0
-                }
-            };
-            let (s0, s1, s2, s3) = (sum_of(0), sum_of(1), sum_of(2), sum_of(3));
-            // The first steps of the tree: with four chunks a lane, 2 * lanes apart before lanes.
-            let mut sum = (s0 + s2) + (s1 + s3);
-            let mut mask = lanes / 2;
-            while mask > 0 {
-                sum += d.shuffle_xor(sum, mask);
-                mask /= 2;
-            }
-            let inv = arith::inverse_rms(sum, head_dim, eps, |x| d.sqrt(x));
-            if b == 0 {
-                inv_first = inv;
+        let sums = active && head < p.heads;
+        let k_row = at(source, head, row_bytes);
+        let sum_of = |step: u32| {
+            // Up to 1024 elements are 128 chunks: four for each of 32 lanes.
+            let chunk = lane + step * lanes;
+            if step * lanes * 8 < head_dim {
+                chunk_sum::<E>(d, sums, k_row, chunk, head_dim, kv_dtype)
             } else {
-                inv_second = inv;
+                0.0
             }
-            b += 1;
+        };
+        let (s0, s1, s2, s3) = (sum_of(0), sum_of(1), sum_of(2), sum_of(3));
+        // The first steps of the tree: with four chunks a lane, 2 * lanes apart before lanes.
+        let mut sum = (s0 + s2) + (s1 + s3);
+        let mut mask = lanes / 2;
+        while mask > 0 {
+            sum += d.shuffle_xor(sum, mask);
+            mask /= 2;
         }
+        let inv = arith::inverse_rms(sum, head_dim, eps, |x| d.sqrt(x));
 
         let token = place.resolve(d, p, POOL, token_index, speaks);
         let write = active && token.write;
@@ -269,7 +269,7 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
             .table
             .wrapping_add((half * size(p.table_dtype)) as u64);
 
-        // Elements: `step`, `b` and `g` are the same for the whole warp, so its shuffles meet.
+        // Elements: `step` and `g` are the same for the whole warp, so its shuffles meet.
         let mut step = 0;
         while step < head_dim {
             let e = step + warp_lane * E;
@@ -322,82 +322,76 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
             let partner_offset = partner.map(|partner| in_row(partner, kv_dtype));
             let out_offset = in_row(e, out_dtype);
 
-            let mut b = 0;
-            while b < BATCHES {
-                let inv = if b == 0 { inv_first } else { inv_second };
-                let mut g = 0;
-                while g < per_batch {
-                    let first = first_head + b * per_batch + g;
-                    let exists = |j: usize| {
-                        let j = j as u32;
-                        inside && g + j < per_batch && first + j < p.heads
-                    };
-                    // Rows by constant multiples of uniform strides from the first.
-                    let step_to = |base: u64, j: usize, stride: i64| {
-                        base.wrapping_add((j as i64).wrapping_mul(stride) as u64)
-                    };
-                    let k_from = at(source, first, row_bytes);
-                    let k_own = k_from.wrapping_add(own_offset);
-                    let k_other = partner_offset.map(|offset| k_from.wrapping_add(offset));
-                    let v_own = k_own.wrapping_add(p.kv_value as u64);
-                    let at_head = |j: usize| {
-                        let when = exists(j);
-                        let from = |base: u64| step_to(base, j, row_bytes);
-                        let one =
-                            |i: usize| load_raw::<1>(d, when, from(k_other[i]), 0, kv_dtype)[0];
-                        (
-                            load_raw::<E>(d, when, from(k_own), 0, kv_dtype),
-                            [one(0), if E == 2 { one(1) } else { 0 }],
-                            load_raw::<E>(d, when, from(v_own), 0, kv_dtype),
-                        )
-                    };
-                    let loaded: [_; HEADS] = [at_head(0), at_head(1), at_head(2), at_head(3)];
-                    let inv_of = |j: u32| d.shuffle_from(inv, ((g + j) << p.lane_shift) & 31);
-                    let invs: [_; HEADS] = [inv_of(0), inv_of(1), inv_of(2), inv_of(3)];
-                    let k_to = at(token.destination.k, first, p.k_head).wrapping_add(out_offset);
-                    let v_to = at(token.destination.v, first, p.v_head).wrapping_add(out_offset);
-                    let finish = |j: usize| {
-                        let (raw, other, v) = loaded[j];
-                        let (inv, when) = (invs[j], exists(j));
-                        let turn = |i: usize| {
-                            let x = decode(d, raw[i], kv_dtype);
-                            let own = arith::normalize(x, inv, w[i][0]);
-                            let other = decode(d, other[i], kv_dtype);
-                            let other = arith::normalize(other, inv, w[i][1]);
-                            let [cos, sin] = angles[i];
-                            let y = if rotated[i] {
-                                own * cos + other * sin
-                            } else {
-                                own
-                            };
-                            if k_descaled { y / k_descale } else { y }
-                        };
-                        let k = [turn(0), if E == 2 { turn(1) } else { 0.0 }];
-                        let to = step_to(k_to, j, p.k_head);
-                        store_raw::<E>(d, when, to, encode(d, k, out_dtype), out_dtype);
-
-                        let v = if copies {
-                            v
+            let mut g = 0;
+            while g < per_batch {
+                let first = first_head + g;
+                let exists = |j: usize| {
+                    let j = j as u32;
+                    inside && g + j < per_batch && first + j < p.heads
+                };
+                // Rows by constant multiples of uniform strides from the first.
+                let step_to = |base: u64, j: usize, stride: i64| {
+                    base.wrapping_add((j as i64).wrapping_mul(stride) as u64)
+                };
+                let k_from = at(source, first, row_bytes);
+                let k_own = k_from.wrapping_add(own_offset);
+                let k_other = partner_offset.map(|offset| k_from.wrapping_add(offset));
+                let v_own = k_own.wrapping_add(p.kv_value as u64);
+                let at_head = |j: usize| {
+                    let when = exists(j);
+                    let from = |base: u64| step_to(base, j, row_bytes);
+                    let one = |i: usize| load_raw::<1>(d, when, from(k_other[i]), 0, kv_dtype)[0];
+                    (
+                        load_raw::<E>(d, when, from(k_own), 0, kv_dtype),
+                        [one(0), if E == 2 { one(1) } else { 0 }],
+                        load_raw::<E>(d, when, from(v_own), 0, kv_dtype),
+                    )
+                };
+                let loaded: [_; HEADS] = [at_head(0), at_head(1), at_head(2), at_head(3)];
+                let inv_of = |j: u32| d.shuffle_from(inv, ((g + j) << p.lane_shift) & 31);
+                let invs: [_; HEADS] = [inv_of(0), inv_of(1), inv_of(2), inv_of(3)];
+                let k_to = at(token.destination.k, first, p.k_head).wrapping_add(out_offset);
+                let v_to = at(token.destination.v, first, p.v_head).wrapping_add(out_offset);
+                let finish = |j: usize| {
+                    let (raw, other, v) = loaded[j];
+                    let (inv, when) = (invs[j], exists(j));
+                    let turn = |i: usize| {
+                        let x = decode(d, raw[i], kv_dtype);
+                        let own = arith::normalize(x, inv, w[i][0]);
+                        let other = decode(d, other[i], kv_dtype);
+                        let other = arith::normalize(other, inv, w[i][1]);
+                        let [cos, sin] = angles[i];
+                        let y = if rotated[i] {
+                            own * cos + other * sin
                         } else {
-                            let convert = |i: usize| {
-                                let mut y = decode(d, v[i], kv_dtype);
-                                if scaled {
-                                    y *= scale;
-                                }
-                                if v_descaled { y / v_descale } else { y }
-                            };
-                            let y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
-                            encode(d, y, out_dtype)
+                            own
                         };
-                        store_raw::<E>(d, when, step_to(v_to, j, p.v_head), v, out_dtype);
+                        if k_descaled { y / k_descale } else { y }
                     };
-                    finish(0);
-                    finish(1);
-                    finish(2);
-                    finish(3);
-                    g += HEADS as u32;
-                }
-                b += 1;
+                    let k = [turn(0), if E == 2 { turn(1) } else { 0.0 }];
+                    let to = step_to(k_to, j, p.k_head);
+                    store_raw::<E>(d, when, to, encode(d, k, out_dtype), out_dtype);
+
+                    let v = if copies {
+                        v
+                    } else {
+                        let convert = |i: usize| {
+                            let mut y = decode(d, v[i], kv_dtype);
+                            if scaled {
+                                y *= scale;
+                            }
+                            if v_descaled { y / v_descale } else { y }
+                        };
+                        let y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
+                        encode(d, y, out_dtype)
+                    };
+                    store_raw::<E>(d, when, step_to(v_to, j, p.v_head), v, out_dtype);
+                };
+                finish(0);
+                finish(1);
+                finish(2);
+                finish(3);
+                g += HEADS as u32;
             }
             step += 32 * E;
         }
