@@ -140,12 +140,11 @@ impl Facts {
         let row_threads = if path == Path::Vector { lanes } else { 32 };
         let threads = threads.unwrap_or_else(|| {
             let wanted = rows.saturating_mul(u64::from(per_token * row_threads));
-            // Kernels with more registers fill a multiprocessor better in small blocks.
             match path {
                 _ if wanted <= SMALL => 64,
                 Path::Vector if self.is_common() => 256,
-                Path::Vector => 64,
-                Path::Pairs | Path::Elements => 128,
+                // Kernels with more registers fill a multiprocessor better in small blocks.
+                _ => 64,
             }
         });
         Launch {
