@@ -33,6 +33,10 @@ pub(crate) struct Call {
     pub(crate) entry: &'static str,
     pub(crate) grid: (u32, u32),
     pub(crate) threads: u32,
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "the emulated device has none")
+    )]
     pub(crate) shared_bytes: u32,
     pub(crate) params: Params,
 }
