@@ -118,11 +118,11 @@ impl Facts {
         Path::ALL.into_iter().find(serves).unwrap_or(Path::Elements)
     }
 
-    /// The launch of `path`, for `tokens` tokens. `threads`, a multiple of 64 up to 512, forces
+    /// The launch of `path` for a job of `pairs` pairs of token and layer. `threads`, a multiple of 64 up to 512, forces
     /// the size of a block.
     ///
     /// The path must be able to serve the job: see [`Facts::obstacle`].
-    pub fn launch(&self, path: Path, rows: u64, threads: Option<u32>) -> Launch {
+    pub fn launch(&self, path: Path, pairs: u64, threads: Option<u32>) -> Launch {
         let lanes = (crate::arith::leaves(self.head_dim) / 2).clamp(1, 32);
         let chunks = self.head_dim / 8;
         let (rotated, rest) = match (path, self.interleaved) {
@@ -139,7 +139,7 @@ impl Facts {
         };
         let row_threads = if path == Path::Vector { lanes } else { 32 };
         let threads = threads.unwrap_or_else(|| {
-            let wanted = rows.saturating_mul(u64::from(per_token * row_threads));
+            let wanted = pairs.saturating_mul(u64::from(per_token * row_threads));
             match path {
                 _ if wanted <= SMALL => 64,
                 Path::Vector if self.is_common() => 256,
@@ -152,7 +152,7 @@ impl Facts {
             threads,
             rows_per_block: threads / row_threads,
             per_token,
-            max_tokens: ((1 << 31) - 1) / per_token - threads,
+            max_tokens: (((1 << 31) - 1) / per_token).max(1),
             lane_shift: lanes.trailing_zeros(),
             rotated,
             rest,
