@@ -92,4 +92,7 @@ macro_rules! element {
         }
     )*};
 }
-element!(half::bf16 => Bf16, half::f16 => F16, f32 => F32, i32 => I32, i64 => I64);
+element!(
+    half::bf16 => Bf16, half::f16 => F16, f32 => F32, i32 => I32, i64 => I64,
+    crate::F8E4M3Fn => F8E4M3Fn, crate::F8E5M2 => F8E5M2
+);

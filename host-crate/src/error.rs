@@ -32,6 +32,10 @@ pub enum Argument {
     KPool,
     /// V half of the KV pool, one tensor a layer.
     VPool,
+    /// K pool of the layer with this number.
+    KPoolLayer(usize),
+    /// V pool of the layer with this number.
+    VPoolLayer(usize),
     /// FP8 descale of K for each layer, `[L]`.
     KDescale,
     /// FP8 descale of V for each layer, `[L]`.
@@ -51,8 +55,8 @@ impl Argument {
             Self::KOut => "k_out",
             Self::VOut => "v_out",
             Self::Slots => "slots",
-            Self::KPool => "k_pool",
-            Self::VPool => "v_pool",
+            Self::KPool | Self::KPoolLayer(_) => "k_pool",
+            Self::VPool | Self::VPoolLayer(_) => "v_pool",
             Self::KDescale => "k_descale",
             Self::VDescale => "v_descale",
         }
@@ -61,7 +65,11 @@ impl Argument {
 
 impl fmt::Display for Argument {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(self.name())?;
+        match self {
+            Self::KPoolLayer(layer) | Self::VPoolLayer(layer) => write!(f, "[{layer}]"),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -139,6 +147,14 @@ pub enum ViewError {
         high: i64,
         /// Elements in the slice.
         len: usize,
+    },
+    /// An axis that the view does not have, or an order that does not name each axis once.
+    #[error("a view of {rank} dimensions has no axis {axis}, or it was named twice")]
+    Axis {
+        /// The axis asked for.
+        axis: usize,
+        /// Dimensions of the view.
+        rank: usize,
     },
     /// An offset that does not fit 64 bits.
     #[error("an offset of the view does not fit 64 bits")]
@@ -233,7 +249,8 @@ pub enum Error {
     },
 
     /// An output is on another device than `kv`, or has another dtype. The kernel writes raw
-    /// values: it never casts and never transfers.
+    /// values: it never casts and never transfers. Pool tensors may have another dtype than `kv`,
+    /// but must have one in common: that of the first K tensor is expected of the others.
     #[error(
         "Invalid {argument} device/dtype for fused KV materialization: got device={device}, \
          dtype={dtype}, expected device={expected_device}, dtype={expected_dtype}."
@@ -247,8 +264,112 @@ pub enum Error {
         dtype: DType,
         /// Device of `kv`.
         expected_device: Device,
-        /// Dtype of `kv`.
+        /// Dtype of `kv`; for a pool tensor, that of the first K tensor.
         expected_dtype: DType,
+    },
+
+    /// One half of a pool without the other.
+    #[error(
+        "Invalid pool for fused KV materialization: got no {missing}, expected k_pool and v_pool \
+         together."
+    )]
+    PoolHalf {
+        /// The half that is missing.
+        missing: Argument,
+    },
+
+    /// A pool has tensors for another number of layers than `kv` has.
+    #[error(
+        "Invalid {argument} layers for fused KV materialization: got {found} layers, \
+         expected {expected}."
+    )]
+    PoolLayers {
+        /// The half of the pool.
+        argument: Argument,
+        /// Layers that it has tensors for.
+        found: usize,
+        /// Layers of `kv`.
+        expected: usize,
+    },
+
+    /// A pool tensor has another number of dimensions than its layout says.
+    #[error(
+        "Invalid {argument} rank for fused KV materialization: got {} dimensions with shape \
+         {found}, expected {} dimensions {expected}.", found.0.len(), expected.split(',').count()
+    )]
+    PoolRank {
+        /// The pool tensor.
+        argument: Argument,
+        /// Its shape.
+        found: Shape,
+        /// Its dimensions by name, for example `[slots, heads, head_dim]`.
+        expected: &'static str,
+    },
+
+    /// The tensors of one half of a pool have different strides.
+    #[error(
+        "Invalid {argument} strides for fused KV materialization: got {found:?}, \
+         expected {expected:?} as for the first layer."
+    )]
+    PoolStrides {
+        /// The pool tensor.
+        argument: Argument,
+        /// Its strides, in elements.
+        found: Vec<isize>,
+        /// Strides of the first layer's tensor.
+        expected: Vec<isize>,
+    },
+
+    /// A slot count that the pool has no room for.
+    #[error(
+        "Invalid number of slots for fused KV materialization: got {found}, \
+         expected at most {capacity}, which is what the pool tensors hold."
+    )]
+    PoolSlots {
+        /// The slot count asked for.
+        found: usize,
+        /// Slots of the pool tensors.
+        capacity: usize,
+    },
+
+    /// An FP8 pool without descales.
+    #[error(
+        "Missing {argument} for fused KV materialization: a pool of {dtype} needs one descale a \
+         layer, expected ({layers},) values."
+    )]
+    DescaleMissing {
+        /// The descales that are missing.
+        argument: Argument,
+        /// Dtype of the pool.
+        dtype: DType,
+        /// Number of layers.
+        layers: usize,
+    },
+
+    /// Descales for a pool that is not FP8: its values would not be those of the other rows.
+    #[error(
+        "Unexpected {argument} for fused KV materialization: got descales for a pool of {dtype}, \
+         expected them for float8_e4m3fn or float8_e5m2 only."
+    )]
+    DescaleUnexpected {
+        /// The descales.
+        argument: Argument,
+        /// Dtype of the pool.
+        dtype: DType,
+    },
+
+    /// A descale that cannot be divided by.
+    #[error(
+        "Invalid {argument} for fused KV materialization: {argument}[{layer}] is {found}, \
+         expected a finite value above 0."
+    )]
+    Descale {
+        /// The descales.
+        argument: Argument,
+        /// The layer.
+        layer: usize,
+        /// Its descale.
+        found: f32,
     },
 
     /// The elements of a row do not follow each other in memory.
@@ -315,6 +436,39 @@ pub enum Error {
         found: Device,
         /// Device of `kv`.
         expected: Device,
+    },
+
+    /// A pool tensor that ends outside of the device allocation it begins in.
+    #[error(
+        "Invalid {argument} memory for fused KV materialization: got a tensor of bytes {start:#x} \
+         to {end:#x}, expected one within its allocation of bytes {allocation_start:#x} to \
+         {allocation_end:#x}."
+    )]
+    OutsideAllocation {
+        /// The pool tensor.
+        argument: Argument,
+        /// Address of its first byte.
+        start: u64,
+        /// Address after its last byte.
+        end: u64,
+        /// Address of the allocation's first byte.
+        allocation_start: u64,
+        /// Address after the allocation's last byte.
+        allocation_end: u64,
+    },
+
+    /// Two tokens have the same slot, and the caller asked for that to be refused.
+    #[error(
+        "Duplicate slot for fused KV materialization: slots[{first}] and slots[{second}] are both \
+         {slot}, expected each slot once."
+    )]
+    DuplicateSlot {
+        /// The slot.
+        slot: i64,
+        /// The first token that has it.
+        first: usize,
+        /// The next token that has it.
+        second: usize,
     },
 
     /// More work than one job can index.

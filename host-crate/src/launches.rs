@@ -1,9 +1,9 @@
 //! A problem as kernel launches: the parameter struct and the grid, for a GPU or the emulator.
 
-use fused_kv_kernels::abi::{Code, Params, flags};
+use fused_kv_kernels::abi::{Code, FastDivisor, Params, flags};
 use fused_kv_kernels::launch::{Facts, MAX_LAYERS, Path};
 
-use crate::problem::{Operand, Problem, Target};
+use crate::problem::{Operand, PoolStrides, Problem, Target};
 use crate::{DType, Error, NormWeight, RopeStyle};
 
 /// How to dispatch, where a caller does not leave it to the library. For tests and measurements:
@@ -72,7 +72,14 @@ fn small(what: &'static str, value: usize, limit: u32) -> Result<u32, Error> {
     }
 }
 
-/// The launches of a job, in order; none where there is nothing to do.
+/// The same for every row of one half of a pool.
+fn pool_bits(strides: &PoolStrides, bases: impl Iterator<Item = usize>) -> u64 {
+    let strides = strides.page | strides.token | strides.head;
+    bases.fold(strides as u64, |bits, base| bits | base as u64)
+}
+
+/// The launches of a job, in order; none where there is nothing to do. `table` is where the
+/// kernels find the table of a pool.
 ///
 /// # Errors
 ///
@@ -82,6 +89,7 @@ pub(crate) fn launches(
     problem: &Problem,
     dispatch: Dispatch,
     status: u64,
+    table: u64,
 ) -> Result<Vec<Call>, Error> {
     let config = &problem.config;
     let (tokens, layers) = (problem.tokens, problem.layers);
@@ -91,7 +99,18 @@ pub(crate) fn launches(
     let row = config.num_kv_heads.saturating_mul(2 * head_bytes);
     small("bytes of kv for one token and layer", row, i32::MAX as u32)?;
     let heads = config.num_kv_heads as u32;
-    let Target::Dense { k, v } = &problem.target;
+    let target = &problem.target;
+    let (out, out_bits) = match target {
+        Target::Dense { k, v } => {
+            let extents = [layers, tokens, config.num_kv_heads];
+            (k.dtype, bits(k, &extents) | bits(v, &extents))
+        }
+        Target::Pool(pool) => {
+            let bases = |half: usize| (0..layers).map(move |layer| pool.bases(layer)[half]);
+            let bits = pool_bits(&pool.k, bases(0)) | pool_bits(&pool.v, bases(1));
+            (pool.dtype, bits)
+        }
+    };
 
     let facts = Facts {
         heads,
@@ -101,11 +120,10 @@ pub(crate) fn launches(
         kv: code(problem.kv.dtype),
         weight: code(problem.weight.dtype),
         table: code(problem.table.dtype),
-        out: code(k.dtype),
-        pool: false,
+        out: code(out),
+        pool: matches!(target, Target::Pool(_)),
         kv_bits: bits(&problem.kv, &[tokens, layers]) | head_bytes as u64,
-        out_bits: bits(k, &[layers, tokens, config.num_kv_heads])
-            | bits(v, &[layers, tokens, config.num_kv_heads]),
+        out_bits,
         weight_bits: bits(&problem.weight, &[layers]),
         table_bits: bits(&problem.table, &[problem.table_rows]),
     };
@@ -131,8 +149,8 @@ pub(crate) fn launches(
     let flag = |on: bool, flag: u32| if on { flag } else { 0 };
     let mut params = Params {
         kv: problem.kv.address as u64,
-        k_out: k.address as u64,
-        v_out: v.address as u64,
+        k_out: 0,
+        v_out: 0,
         k_norm_weight: problem.weight.address as u64,
         eps: problem.eps.address as u64,
         cos_sin_cache: problem.table.address as u64,
@@ -150,12 +168,12 @@ pub(crate) fn launches(
         table_rows: problem.table_rows as i64,
         position: problem.positions.strides[0],
         slot: 0,
-        k_outer: k.strides[0],
-        k_token: k.strides[1],
-        k_head: k.strides[2],
-        v_outer: v.strides[0],
-        v_token: v.strides[1],
-        v_head: v.strides[2],
+        k_outer: 0,
+        k_token: 0,
+        k_head: 0,
+        v_outer: 0,
+        v_token: 0,
+        v_head: 0,
         num_slots: 0,
         reserved_slot: -1,
         rows: 0,
@@ -180,6 +198,37 @@ pub(crate) fn launches(
         row_divisor: Default::default(),
         page_divisor: Default::default(),
     };
+    match target {
+        Target::Dense { k, v } => {
+            (params.k_out, params.v_out) = (k.address as u64, v.address as u64);
+            [params.k_outer, params.k_token, params.k_head] = k.strides;
+            [params.v_outer, params.v_token, params.v_head] = v.strides;
+        }
+        Target::Pool(pool) => {
+            [
+                params.k_out,
+                params.v_out,
+                params.k_descale,
+                params.v_descale,
+            ] = pool.table_at(table);
+            [params.k_outer, params.k_token, params.k_head] =
+                [pool.k.page, pool.k.token, pool.k.head];
+            [params.v_outer, params.v_token, params.v_head] =
+                [pool.v.page, pool.v.token, pool.v.head];
+            params.slots = pool.slots.address as u64;
+            params.slot = pool.slots.strides[0];
+            params.flags |= flag(pool.slots.dtype == DType::I64, flags::SLOTS_I64);
+            params.num_slots = pool.num_slots as i64;
+            params.reserved_slot = pool.reserved_slot;
+            if pool.page_size.is_power_of_two() {
+                params.page_shift = pool.page_size.trailing_zeros();
+            } else {
+                // Validation bounds such page sizes.
+                params.page_shift = u32::MAX;
+                params.page_divisor = FastDivisor::new(pool.page_size as u32);
+            }
+        }
+    }
     launch.apply(&mut params);
 
     let token_step = dispatch
@@ -217,14 +266,24 @@ pub(crate) fn launches(
             if params.value_scale != 0 {
                 advance(&mut params.value_scale, &[(layer, 4)]);
             }
-            advance(
-                &mut params.k_out,
-                &[(layer, params.k_outer), (token, params.k_token)],
-            );
-            advance(
-                &mut params.v_out,
-                &[(layer, params.v_outer), (token, params.v_token)],
-            );
+            if facts.pool {
+                advance(&mut params.k_out, &[(layer, 8)]);
+                advance(&mut params.v_out, &[(layer, 8)]);
+                advance(&mut params.slots, &[(token, params.slot)]);
+                if params.k_descale != 0 {
+                    advance(&mut params.k_descale, &[(layer, 4)]);
+                    advance(&mut params.v_descale, &[(layer, 4)]);
+                }
+            } else {
+                advance(
+                    &mut params.k_out,
+                    &[(layer, params.k_outer), (token, params.k_token)],
+                );
+                advance(
+                    &mut params.v_out,
+                    &[(layer, params.v_outer), (token, params.v_token)],
+                );
+            }
             calls.push(Call {
                 entry: launch.entry,
                 grid: (blocks, call_layers),

@@ -105,9 +105,11 @@ pub mod cuda;
 mod device;
 mod dtype;
 mod error;
+mod float8;
 mod launches;
 mod owned;
 mod plan;
+mod pool;
 mod problem;
 mod tensor;
 mod validate;
@@ -115,11 +117,13 @@ mod validate;
 pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Argument, Error, Shape, ViewError};
+pub use float8::{F8E4M3Fn, F8E5M2};
 pub use fused_kv_kernels::launch::Path;
 pub use half;
 pub use launches::Dispatch;
 pub use owned::OwnedTensor;
 pub use plan::{Config, Inputs, NormWeight, Output, Outputs, Plan, RopeStyle};
+pub use pool::{PoolLayout, PoolTarget, PoolTensors, dequantize};
 pub use tensor::{MAX_RANK, TensorView, TensorViewMut};
 
 /// The Rust code in README.md.

@@ -6,8 +6,9 @@ use crate::cpu;
 use crate::error::{Argument, Error};
 use crate::launches::{Dispatch, launches};
 use crate::owned::OwnedTensor;
+use crate::pool::PoolTarget;
 use crate::problem::{Problem, Target};
-use crate::tensor::{Raw, TensorView, TensorViewMut};
+use crate::tensor::{Layout, Raw, TensorView, TensorViewMut};
 use crate::{Device, validate};
 use fused_kv_kernels::emulator;
 
@@ -194,9 +195,44 @@ impl<'a> Plan<'a> {
         })
     }
 
+    /// As [`Plan::new`], with a KV pool as the target: each token's rows go to its slot, in one
+    /// launch for all layers.
+    ///
+    /// # Errors
+    ///
+    /// As [`Plan::new`]. Nothing was written.
+    pub fn paged(config: Config, inputs: Inputs<'a>, pool: PoolTarget<'a>) -> Result<Self, Error> {
+        let validate::Paged { sources, pool } = validate::paged(&config, &inputs, &pool, RESOLVE)?;
+        // There is no workspace to be looked at.
+        let nothing = |base: usize| -> Result<_, Error> {
+            let shape = [sources.layers(), 0, config.num_kv_heads, config.head_dim];
+            let layout = Layout::contiguous(&shape).map_err(Error::View)?;
+            Ok(Destination::Caller(TensorViewMut::from_raw(Raw {
+                address: base,
+                device: sources.device(),
+                dtype: pool.dtype,
+                layout,
+            })))
+        };
+        let [k, v] = if sources.layers() > 0 {
+            pool.bases(0)
+        } else {
+            [0; 2]
+        };
+        let (k, v) = (nothing(k)?, nothing(v)?);
+        let problem = sources.problem(config, Target::Pool(pool));
+        Ok(Self {
+            backend: Backend::new(&problem)?,
+            problem,
+            k,
+            v,
+            inputs: PhantomData,
+        })
+    }
+
     /// Runs the job: at once on the CPU; on CUDA enqueued to the null stream, without waiting.
-    /// Rows of a token whose position is outside the table are left untouched; [`Plan::check`]
-    /// tells of them.
+    /// Rows of a token whose position is outside the table, or whose slot is past the end of the
+    /// pool, are left untouched; [`Plan::check`] tells of them.
     ///
     /// # Errors
     ///
@@ -241,17 +277,17 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// K as written, `[L, T, H, D]`.
+    /// K as written, `[L, T, H, D]`; empty, `[L, 0, H, D]`, where it went to a pool.
     pub fn k(&self) -> TensorView<'_> {
         TensorView::from_raw(*self.k.raw())
     }
 
-    /// V as written, `[L, T, H, D]`.
+    /// V as written, `[L, T, H, D]`; empty, `[L, 0, H, D]`, where it went to a pool.
     pub fn v(&self) -> TensorView<'_> {
         TensorView::from_raw(*self.v.raw())
     }
 
-    /// K and V, each where the plan allocated it (`None` where the caller supplied it).
+    /// K and V, each where the plan allocated it (`None` where the caller supplied it, or a pool).
     pub fn into_outputs(self) -> (Option<OwnedTensor>, Option<OwnedTensor>) {
         (self.k.into_owned(), self.v.into_owned())
     }
@@ -264,7 +300,7 @@ impl<'a> Plan<'a> {
     /// [`Error::Path`] when the path cannot serve this job.
     pub fn dispatch(&mut self, dispatch: Dispatch) -> Result<(), Error> {
         match &mut self.backend {
-            Backend::Cpu(_) => launches(&self.problem, dispatch, 0).map(drop),
+            Backend::Cpu(_) => launches(&self.problem, dispatch, 0, 0).map(drop),
             #[cfg(feature = "cuda")]
             Backend::Cuda(runner) => runner.dispatch(&self.problem, dispatch),
         }
@@ -276,7 +312,8 @@ impl<'a> Plan<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Path`] when the path asked for cannot serve this job, or the plan is not on the CPU.
+    /// [`Error::Path`] when the path asked for cannot serve this job, or the plan is not on the
+    /// CPU; [`Error::DuplicateSlot`] where two tokens would be written to one slot at a time.
     pub fn run_emulated(&mut self, dispatch: Dispatch) -> Result<(), Error> {
         #[allow(irrefutable_let_patterns, reason = "more backends with more features")]
         let Backend::Cpu(runner) = &mut self.backend else {
@@ -286,8 +323,14 @@ impl<'a> Plan<'a> {
             });
         };
         let status = runner.status_address();
-        for call in launches(&self.problem, dispatch, status)? {
-            // SAFETY: validation covers what the parameters name; the record lives in the runner.
+        let mut table = 0;
+        if let Target::Pool(pool) = &self.problem.target {
+            validate::unique_slots(pool, self.problem.tokens)?;
+            table = pool.table().as_ptr() as u64;
+        }
+        for call in launches(&self.problem, dispatch, status, table)? {
+            // SAFETY: validation covers what the parameters name, and no two tokens have the same
+            // destination; the record lives in the runner, the table in the problem.
             let known = unsafe { emulator::run(call.entry, call.grid, call.threads, &call.params) };
             debug_assert!(known.is_ok(), "{}", call.entry);
         }

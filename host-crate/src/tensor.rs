@@ -8,7 +8,7 @@ use crate::error::{Argument, ViewError};
 use crate::{Device, Error};
 
 /// The largest number of dimensions a view can have.
-pub const MAX_RANK: usize = 5;
+pub const MAX_RANK: usize = 6;
 
 /// Shape and strides of a view, without allocation.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -59,6 +59,40 @@ impl Layout {
 
     pub(crate) fn strides(&self) -> &[isize] {
         &self.strides[..self.rank]
+    }
+
+    /// The axes in another order, which must name each axis once.
+    fn permuted(&self, order: &[usize]) -> Result<Self, ViewError> {
+        let mut permuted = *self;
+        for (to, &from) in order.iter().enumerate() {
+            if from >= self.rank || order.len() != self.rank || order[..to].contains(&from) {
+                return Err(ViewError::Axis {
+                    axis: from,
+                    rank: self.rank,
+                });
+            }
+            permuted.shape[to] = self.shape[from];
+            permuted.strides[to] = self.strides[from];
+        }
+        if order.len() == self.rank {
+            Ok(permuted)
+        } else {
+            Err(ViewError::Axis {
+                axis: order.len(),
+                rank: self.rank,
+            })
+        }
+    }
+
+    /// Without one axis, which must be there.
+    pub(crate) fn without(&self, axis: usize) -> Self {
+        let mut layout = *self;
+        layout.rank -= 1;
+        layout.shape[axis..].rotate_left(1);
+        layout.strides[axis..].rotate_left(1);
+        layout.shape[layout.rank..].fill(1);
+        layout.strides[layout.rank..].fill(0);
+        layout
     }
 
     /// Number of elements when they follow each other in row-major order, else `None`.
@@ -120,6 +154,18 @@ impl Raw {
             .and_then(|high| high.checked_mul(size))
             .and_then(|high| self.address.checked_add_signed(high));
         start.zip(end).map(Some).ok_or(ViewError::TooLarge)
+    }
+
+    /// The part at `index` of `axis`, without that axis; both must be there.
+    pub(crate) fn select(&self, axis: usize, index: usize) -> Self {
+        // Where other axes are empty this may be any number, and no memory is behind it.
+        let step = self.layout.strides[axis].wrapping_mul(self.dtype.size() as isize);
+        let offset = step.wrapping_mul(index as isize);
+        Self {
+            address: self.address.wrapping_add_signed(offset),
+            layout: self.layout.without(axis),
+            ..*self
+        }
     }
 
     /// A view of `len` elements at `address`, `offset` elements in, checked against `len`.
@@ -290,6 +336,33 @@ macro_rules! view {
                     raw,
                     borrow: PhantomData,
                 }
+            }
+
+            /// The same elements with the axes in another order: axis `i` of the result is axis
+            /// `order[i]`.
+            ///
+            /// # Errors
+            ///
+            /// [`Error::View`] unless `order` names each axis once.
+            pub fn permute(self, order: &[usize]) -> Result<Self, Error> {
+                let layout = self.raw.layout.permuted(order).map_err(Error::View)?;
+                Ok(Self::from_raw(Raw { layout, ..self.raw }))
+            }
+
+            /// One view for each index of `axis`, without that axis: for example the layers of an
+            /// allocation for all layers, or K and V of `[2, ...]`.
+            ///
+            /// # Errors
+            ///
+            /// [`Error::View`] when there is no such axis.
+            pub fn unbind(self, axis: usize) -> Result<Vec<Self>, Error> {
+                let rank = self.shape().len();
+                if axis >= rank {
+                    return Err(Error::View(ViewError::Axis { axis, rank }));
+                }
+                Ok((0..self.shape()[axis])
+                    .map(|index| Self::from_raw(self.raw.select(axis, index)))
+                    .collect())
             }
 
             /// Extent of each dimension.

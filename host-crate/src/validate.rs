@@ -28,6 +28,8 @@ pub(crate) fn resolved(raw: &Raw, resolve: Resolve<'_>) -> Result<Raw, Error> {
     Ok(Raw { device, ..*raw })
 }
 
+pub(crate) use pool::{POOL_DTYPES, Paged, paged, unique_slots};
+
 const FLOATS: &str = "bfloat16, float16 or float32";
 const FLOAT32: &str = "float32";
 const INDICES: &str = "int64 or int32";
@@ -151,12 +153,12 @@ impl Sources {
     }
 
     /// Number of tokens; only after [`Self::check_shapes`].
-    fn tokens(&self) -> usize {
+    pub(crate) fn tokens(&self) -> usize {
         self.kv.layout.shape()[0]
     }
 
     /// Number of layers; only after [`Self::check_shapes`].
-    fn layers(&self) -> usize {
+    pub(crate) fn layers(&self) -> usize {
         self.kv.layout.shape()[1]
     }
 
@@ -369,22 +371,43 @@ pub(crate) fn check_overlap(
     outputs: impl Iterator<Item = (Argument, Raw)> + Clone,
     sources: &Sources,
 ) -> Result<(), Error> {
+    let (outputs, inputs): (Vec<_>, Vec<_>) = (outputs.collect(), sources.iter().collect());
+    check_apart(&outputs, &inputs)
+}
+
+/// The same for any lists of outputs and inputs.
+pub(crate) fn check_apart(
+    outputs: &[(Argument, Raw)],
+    inputs: &[(Argument, Raw)],
+) -> Result<(), Error> {
     let meets = |argument, other| Error::Overlap { argument, other };
-    for (argument, raw) in outputs.clone() {
+    for &(argument, raw) in outputs {
         if !Footprint::of(&raw)?.is_none_or(|footprint| footprint.is_injective()) {
             return Err(meets(argument, argument));
         }
     }
-    let mut rest = outputs.clone();
-    while let Some((argument, raw)) = rest.next() {
-        for (other, other_raw) in rest.clone() {
-            if !separate(&raw, &other_raw)? {
-                return Err(meets(argument, other));
+    // In the order of their first bytes, each output is compared with those that begin before it
+    // ends: there may be two for each of very many layers.
+    let mut spans = Vec::with_capacity(outputs.len());
+    for (index, (_, raw)) in outputs.iter().enumerate() {
+        if let Some((start, end)) = raw.byte_range().map_err(Error::View)? {
+            spans.push((start, end, index));
+        }
+    }
+    spans.sort_unstable();
+    for (at, &(_, end, a)) in spans.iter().enumerate() {
+        for &(start, _, b) in &spans[at + 1..] {
+            if start >= end {
+                break;
+            }
+            let (first, second) = (outputs[a.min(b)], outputs[a.max(b)]);
+            if !separate(&first.1, &second.1)? {
+                return Err(meets(first.0, second.0));
             }
         }
     }
-    for (argument, raw) in outputs {
-        for (other, other_raw) in sources.iter() {
+    for &(argument, raw) in outputs {
+        for &(other, other_raw) in inputs {
             if !separate(&raw, &other_raw)? {
                 return Err(meets(argument, other));
             }
@@ -493,5 +516,6 @@ impl Footprint {
     }
 }
 
+mod pool;
 #[cfg(test)]
 mod tests;

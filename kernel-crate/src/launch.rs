@@ -161,6 +161,16 @@ impl Facts {
 
     fn entry(&self, path: Path) -> &'static str {
         let uniform = self.weight == self.kv && self.table == self.kv;
+        if self.pool {
+            return match (path, self.kv) {
+                (Path::Vector, Code::Bf16) if self.is_common() => "fused_kv_pool_bf16_d128",
+                (Path::Vector, Code::Bf16) => "fused_kv_pool_bf16",
+                (Path::Vector, Code::F16) => "fused_kv_pool_f16",
+                (Path::Vector, _) => "fused_kv_pool_f32",
+                (Path::Pairs, _) => "fused_kv_pool_generic_2",
+                (Path::Elements, _) => "fused_kv_pool_generic_1",
+            };
+        }
         match (path, self.kv) {
             (Path::Vector, Code::Bf16) if self.is_common() => "fused_kv_vector_bf16_d128",
             (Path::Vector, Code::Bf16) if uniform => "fused_kv_vector_bf16",

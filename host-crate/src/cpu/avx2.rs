@@ -147,6 +147,16 @@ fn chunk_sums(x: &[f32; 64]) -> __m256 {
     sum
 }
 
+/// The values, apart.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) fn values(vector: __m256) -> [f32; 8] {
+    let mut values = [0f32; 8];
+    // SAFETY: eight values; an unaligned write.
+    unsafe { _mm256_storeu_ps(values.as_mut_ptr(), vector) };
+    values
+}
+
 /// The values with every NaN replaced by the canonical one of f32.
 #[inline]
 #[target_feature(enable = "avx2,f16c")]

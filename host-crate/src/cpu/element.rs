@@ -61,6 +61,8 @@ pub(super) struct Angled<'r> {
     pub(super) cos: &'r [f32],
     pub(super) sin: &'r [f32],
     pub(super) style: RopeStyle,
+    /// K is divided by this before it is rounded.
+    pub(super) descale: Option<f32>,
 }
 
 /// Plain Rust for the build's target.
@@ -147,8 +149,19 @@ pub(super) unsafe fn finish<L: Level, Out: Kind>(
             }
         }
     }
+    if let Some(descale) = layer.descale {
+        divide(row, descale);
+    }
     // SAFETY: passed on.
     unsafe { Out::store::<L>(row, dst) };
+}
+
+/// Divides by a descale; one rounding follows at the store.
+#[inline(always)]
+pub(super) fn divide(row: &mut [f32], descale: f32) {
+    for x in row {
+        *x /= descale;
+    }
 }
 
 /// AVX2 and F16C.
@@ -199,7 +212,7 @@ impl Level for Avx2 {
     ) {
         let (head_dim, half) = (row.len(), layer.cos.len());
         // SAFETY (of all blocks): passed on; the caller made sure of AVX2 and F16C.
-        if head_dim.is_multiple_of(8) && half.is_multiple_of(8) {
+        if head_dim.is_multiple_of(8) && half.is_multiple_of(8) && layer.descale.is_none() {
             match (layer.style, stream) {
                 // SAFETY: whole vectors of the head and of its halves.
                 (RopeStyle::Neox, false) => unsafe {
@@ -296,6 +309,11 @@ pub(super) struct F16;
 /// `float32`.
 pub(super) struct F32;
 
+/// `float8_e4m3fn`, of pools.
+pub(super) struct E4M3;
+/// `float8_e5m2`, of pools.
+pub(super) struct E5M2;
+
 impl Kind for Bf16 {
     const DTYPE: DType = DType::Bf16;
 
@@ -373,6 +391,54 @@ impl Kind for F32 {
     unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8) {
         // SAFETY: passed on.
         unsafe { avx2::store_bits32::<STREAM>(avx2::canonical(src), dst) }
+    }
+}
+
+impl Kind for E4M3 {
+    const DTYPE: DType = DType::F8E4M3Fn;
+
+    #[inline(always)]
+    unsafe fn load<L: Level>(src: *const u8, dst: &mut [f32]) {
+        // SAFETY: passed on.
+        unsafe { load_with(src, dst, convert::e4m3_to_f32) }
+    }
+
+    #[inline(always)]
+    unsafe fn store<L: Level>(src: &[f32], dst: *mut u8) {
+        // SAFETY: passed on.
+        unsafe { store_with(src, dst, convert::e4m3_from_f32) }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8) {
+        // SAFETY: passed on. Bytes of pools are never written past the caches.
+        unsafe { store_with(&avx2::values(src), dst, convert::e4m3_from_f32) }
+    }
+}
+
+impl Kind for E5M2 {
+    const DTYPE: DType = DType::F8E5M2;
+
+    #[inline(always)]
+    unsafe fn load<L: Level>(src: *const u8, dst: &mut [f32]) {
+        // SAFETY: passed on.
+        unsafe { load_with(src, dst, convert::e5m2_to_f32) }
+    }
+
+    #[inline(always)]
+    unsafe fn store<L: Level>(src: &[f32], dst: *mut u8) {
+        // SAFETY: passed on.
+        unsafe { store_with(src, dst, convert::e5m2_from_f32) }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn store8<const STREAM: bool>(src: __m256, dst: *mut u8) {
+        // SAFETY: passed on. Bytes of pools are never written past the caches.
+        unsafe { store_with(&avx2::values(src), dst, convert::e5m2_from_f32) }
     }
 }
 

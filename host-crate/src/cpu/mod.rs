@@ -4,6 +4,7 @@
 mod avx2;
 mod element;
 mod rows;
+mod slots;
 
 use std::ops::Range;
 
@@ -15,7 +16,9 @@ use crate::{DType, Error};
 
 #[cfg(target_arch = "x86_64")]
 use element::Avx2;
-use element::{Bf16, F16, F32, Level, Portable};
+use element::{Bf16, E4M3, E5M2, F16, F32, Kind, Level, Portable};
+pub(crate) use slots::read_slot;
+use slots::{Place, Places};
 
 /// Tokens that one task takes at most; their cosines and sines are converted once for all layers.
 const MAX_TILE: usize = 32;
@@ -56,6 +59,7 @@ pub(crate) struct Runner {
     isa: Isa,
     /// From this many bytes of output on they are written past the caches.
     stream_bytes: usize,
+    places: Places,
 }
 
 impl Runner {
@@ -64,6 +68,7 @@ impl Runner {
             status: Status::CLEAR,
             isa: Isa::detect(),
             stream_bytes: STREAM_BYTES,
+            places: Places::default(),
         }
     }
 
@@ -79,6 +84,15 @@ impl Runner {
         if tokens == 0 || layers == 0 {
             return;
         }
+        let places = match &problem.target {
+            Target::Dense { .. } => None,
+            Target::Pool(pool) => {
+                let (places, status) = self.places.find(problem, pool);
+                self.status = merge(self.status, status);
+                Some(places)
+            }
+        };
+        let isa = self.isa;
         let threads = rayon::current_num_threads();
         let row_bytes =
             problem.config.num_kv_heads * problem.config.head_dim * 2 * problem.kv.dtype.size();
@@ -103,9 +117,10 @@ impl Runner {
                 problem,
                 tokens: first..tokens.min(first + tile),
                 layers: first_layer..layers.min(first_layer + group),
+                places,
                 stream,
             }
-            .run(self.isa)
+            .run(isa)
         };
         let status = if serial {
             (0..tiles * groups).map(task).fold(Status::CLEAR, merge)
@@ -132,7 +147,10 @@ impl Runner {
 /// Whether every head of the target, and each half of its rotated part, starts at a multiple of
 /// [`VECTOR`].
 fn aligned(problem: &Problem) -> bool {
-    let Target::Dense { k, v } = &problem.target;
+    let Target::Dense { k, v } = &problem.target else {
+        // A pool is read again soon.
+        return false;
+    };
     let whole = |elements: usize| (elements * k.dtype.size()).is_multiple_of(VECTOR);
     whole(problem.config.head_dim)
         && whole(problem.config.rotary_dim / 2)
@@ -161,6 +179,8 @@ struct Task<'p> {
     problem: &'p Problem,
     tokens: Range<usize>,
     layers: Range<usize>,
+    /// Where each token of the job goes, if that is a pool.
+    places: Option<&'p [Place]>,
     /// Write past the caches: the results would push out everything else, and be gone themselves
     /// before anyone reads them. Only where [`aligned`].
     stream: bool,
@@ -187,9 +207,29 @@ impl Task<'_> {
         // SAFETY: passed on.
         unsafe {
             match self.problem.kv.dtype {
-                DType::Bf16 => L::rows::<Bf16, Bf16>(self),
-                DType::F16 => L::rows::<F16, F16>(self),
-                _ => L::rows::<F32, F32>(self),
+                DType::Bf16 => self.run_from::<L, Bf16>(),
+                DType::F16 => self.run_from::<L, F16>(),
+                _ => self.run_from::<L, F32>(),
+            }
+        }
+    }
+
+    /// # Safety
+    ///
+    /// As [`rows::rows`].
+    unsafe fn run_from<L: Level, In: Kind>(&self) -> Status {
+        let Target::Pool(pool) = &self.problem.target else {
+            // SAFETY: passed on; dense outputs have the type of `kv`.
+            return unsafe { L::rows::<In, In>(self) };
+        };
+        // SAFETY: passed on.
+        unsafe {
+            match pool.dtype {
+                DType::Bf16 => L::rows::<In, Bf16>(self),
+                DType::F16 => L::rows::<In, F16>(self),
+                DType::F8E4M3Fn => L::rows::<In, E4M3>(self),
+                DType::F8E5M2 => L::rows::<In, E5M2>(self),
+                _ => L::rows::<In, F32>(self),
             }
         }
     }

@@ -3,11 +3,11 @@
 use fused_kv_kernels::abi::Status;
 use fused_kv_kernels::arith;
 
-use super::element::{Angled, Kind, Level, load_any};
-use super::{ANGLES, MAX_TILE, Task};
+use super::element::{Angled, Kind, Level, divide, load_any};
+use super::{ANGLES, MAX_TILE, Place, Task};
 use crate::DType;
 use crate::plan::NormWeight;
-use crate::problem::{Operand, Problem, Target};
+use crate::problem::{Operand, PoolStrides, Problem, Target};
 
 /// Most elements that a head has.
 const MAX_HEAD_DIM: usize = 1024;
@@ -19,7 +19,7 @@ const SCRATCH: usize = 4096;
 /// The address `a * strides[0] + b * strides[1] ...` bytes after the operand's first element. Where
 /// there is no such element (asked for by prefetches), some address.
 #[inline(always)]
-fn at(operand: &Operand, indices: &[usize]) -> usize {
+pub(super) fn at(operand: &Operand, indices: &[usize]) -> usize {
     let offset = indices
         .iter()
         .zip(operand.strides)
@@ -34,7 +34,7 @@ fn at(operand: &Operand, indices: &[usize]) -> usize {
 /// # Safety
 ///
 /// It is readable.
-unsafe fn read_index(dtype: DType, address: usize) -> i64 {
+pub(super) unsafe fn read_index(dtype: DType, address: usize) -> i64 {
     // SAFETY: the caller's condition; the reads are unaligned ones.
     unsafe {
         if dtype == DType::I64 {
@@ -54,7 +54,7 @@ unsafe fn read_f32(address: usize) -> f32 {
 }
 
 /// Counts a token in one half of a status record and keeps the lowest.
-fn note(count: &mut u64, high: &mut u64, low: &mut u64, token: usize, value: i64) {
+pub(super) fn note(count: &mut u64, high: &mut u64, low: &mut u64, token: usize, value: i64) {
     let (value_high, value_low) = Status::halves(token as u32, value);
     *count += 1;
     *high = value_high.min(*high);
@@ -77,15 +77,32 @@ impl Destination {
     }
 }
 
-/// K and V of one token and layer.
+/// K and V of one token and layer; `place` is the token's in a pool.
 #[inline(always)]
-fn destinations(problem: &Problem, layer: usize, token: usize) -> (Destination, Destination) {
-    let Target::Dense { k, v } = &problem.target;
-    let dense = |operand: &Operand| Destination {
-        address: at(operand, &[layer, token]),
-        head: operand.strides[2],
-    };
-    (dense(k), dense(v))
+fn destinations(
+    problem: &Problem,
+    layer: usize,
+    token: usize,
+    place: Option<Place>,
+) -> (Destination, Destination) {
+    match &problem.target {
+        Target::Dense { k, v } => {
+            let dense = |operand: &Operand| Destination {
+                address: at(operand, &[layer, token]),
+                head: operand.strides[2],
+            };
+            (dense(k), dense(v))
+        }
+        Target::Pool(pool) => {
+            let [k, v] = pool.bases(layer);
+            let place = place.unwrap_or_default();
+            let paged = |base: usize, offset: i64, strides: &PoolStrides| Destination {
+                address: base.wrapping_add_signed(offset as isize),
+                head: strides.head,
+            };
+            (paged(k, place.k, &pool.k), paged(v, place.v, &pool.v))
+        }
+    }
 }
 
 /// Computes the rows of a block; returns what the rows tell (from blocks with layer 0 only, so
@@ -108,6 +125,10 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
     let mut valid = [false; MAX_TILE];
     let rows = angles.chunks_exact_mut(rotary_dim).zip(&mut valid);
     for (token, (angles, valid)) in task.tokens.clone().zip(rows) {
+        // The positions of tokens that have a place in a pool were found good then.
+        if task.places.is_some_and(|places| !places[token].write) {
+            continue;
+        }
         // SAFETY: token < T, and positions has T elements.
         let position =
             unsafe { read_index(problem.positions.dtype, at(&problem.positions, &[token])) };
@@ -149,6 +170,10 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
                 problem.value_scale.as_ref().map(scalar),
             )
         };
+        let descales = match &problem.target {
+            Target::Dense { .. } => None,
+            Target::Pool(pool) => pool.descales(layer),
+        };
         let offset = config.norm_weight == NormWeight::Offset;
         for weight in weight.iter_mut() {
             *weight = arith::effective_weight(*weight, offset);
@@ -165,9 +190,11 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
                 cos,
                 sin,
                 style: config.rope_style,
+                descale: descales.map(|[k, _]| k),
             };
             let keys = at(&problem.kv, &[token, layer]) as *const u8;
-            let (k, v) = destinations(problem, layer, token);
+            let place = task.places.map(|places| places[token]);
+            let (k, v) = destinations(problem, layer, token, place);
             let next = match token + 1 {
                 next if next < task.tokens.end => at(&problem.kv, &[next, layer]),
                 _ => at(&problem.kv, &[task.tokens.start, layer + 1]),
@@ -199,14 +226,15 @@ pub(super) unsafe fn rows<L: Level, In: Kind, Out: Kind>(task: &Task<'_>) -> Sta
             // SAFETY: as above; V is the second half of the row.
             unsafe {
                 let row = &mut scratch[..head_dim];
-                value::<L, In, Out>(values, v, heads, scale, row, task.stream);
+                let descale = descales.map(|[_, v]| v);
+                value::<L, In, Out>(values, v, heads, [scale, descale], row, task.stream);
             }
         }
     }
     status
 }
 
-/// Copies or scales V of one token and layer.
+/// Copies, or scales and converts V of one token and layer. Only FP8 has a descale.
 ///
 /// # Safety
 ///
@@ -217,7 +245,7 @@ unsafe fn value<L: Level, In: Kind, Out: Kind>(
     values: *const u8,
     v: Destination,
     heads: usize,
-    scale: Option<f32>,
+    [scale, descale]: [Option<f32>; 2],
     row: &mut [f32],
     stream: bool,
 ) {
@@ -243,6 +271,9 @@ unsafe fn value<L: Level, In: Kind, Out: Kind>(
                     for x in row.iter_mut() {
                         *x *= scale;
                     }
+                }
+                if let Some(descale) = descale {
+                    divide(row, descale);
                 }
                 // SAFETY: one head on both sides.
                 unsafe { Out::store::<L>(row, v.head(head)) };

@@ -58,6 +58,8 @@ pub(crate) struct State {
     /// Kernels by name and PTX source.
     functions: Mutex<HashMap<(ptx::Source, &'static str), Function>>,
     records: Mutex<Records>,
+    /// Tables of pools by contents.
+    tables: Mutex<HashMap<Vec<u64>, u64>>,
     pub(super) launch_ex: Option<LaunchEx>,
     /// Keeps a primary context retained; `None` for a context that its owner keeps.
     _primary: Option<cust::context::Context>,
@@ -162,6 +164,7 @@ impl State {
             capability: capability as u32,
             functions: Mutex::default(),
             records: Mutex::default(),
+            tables: Mutex::default(),
             launch_ex: LaunchEx::find(),
             _primary: primary,
         });
@@ -201,6 +204,23 @@ impl State {
         let function = Function { raw, waits };
         functions.insert(key, function);
         Ok(function)
+    }
+
+    /// Address of a copy of `words` in device memory. Copies are made once and never freed: a plan
+    /// for the same pool finds its own again without an allocation, and a graph that outlives its
+    /// plan still reads the right one.
+    pub(super) fn table(&self, words: &[u64]) -> Result<u64, CudaError> {
+        let mut tables = lock(&self.tables);
+        if let Some(address) = tables.get(words) {
+            return Ok(*address);
+        }
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let _bound = self.bind()?;
+        let address = driver::allocate(bytes.len().max(1))?;
+        // SAFETY: just allocated with this size.
+        unsafe { driver::copy_to_device(address, &bytes) }?;
+        tables.insert(words.to_vec(), address);
+        Ok(address)
     }
 
     /// A cleared status record in device memory.

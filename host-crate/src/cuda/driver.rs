@@ -226,6 +226,27 @@ pub(super) fn pointer(address: u64) -> Result<Pointer, CudaError> {
     })
 }
 
+/// First address and size of the allocation at `address`, for memory of `cuMemAlloc`; other kinds
+/// (stream-ordered pools, mapped ranges) have no such bounds or others than their owner thinks of.
+pub(super) fn allocation(address: u64) -> Option<(u64, u64)> {
+    const IS_LEGACY_IPC_CAPABLE: c_int = 10;
+    const RANGE_START: c_int = 11;
+    const RANGE_SIZE: c_int = 12;
+
+    let mut legacy: c_uint = 0;
+    let (mut start, mut size) = (0u64, 0usize);
+    let ask = |to: *mut c_void, attribute| {
+        // SAFETY: each attribute is written to a variable of at least its size; any address may be
+        // asked about.
+        unsafe { cuPointerGetAttribute(to, attribute, address) == SUCCESS }
+    };
+    (ask((&raw mut legacy).cast(), IS_LEGACY_IPC_CAPABLE)
+        && legacy & 0xff == 1
+        && ask((&raw mut start).cast(), RANGE_START)
+        && ask((&raw mut size).cast(), RANGE_SIZE))
+    .then_some((start, size as u64))
+}
+
 /// Compiles PTX in the current context; an error carries the compiler's log.
 pub(super) fn load_module(ptx: &CStr) -> Result<RawModule, CudaError> {
     const INFO_LOG: c_int = 3;

@@ -106,6 +106,29 @@ pub(crate) fn resolve_device(raw: &Raw) -> Result<Device, Error> {
     Ok(resolve_address(raw.address as u64, raw.device)?)
 }
 
+/// The allocation that holds `address`, where the driver knows it.
+pub(crate) fn allocation(address: u64) -> Result<Option<std::ops::Range<u64>>, Error> {
+    driver::init()?;
+    Ok(driver::allocation(address).map(|(start, size)| start..start.saturating_add(size)))
+}
+
+/// Copies device memory to the host, behind all work of its context.
+///
+/// # Safety
+///
+/// `to.len()` bytes from `address` are live memory of `device`, in one allocation.
+pub(crate) unsafe fn copy_to_host(
+    device: Device,
+    address: usize,
+    to: &mut [u8],
+) -> Result<(), Error> {
+    let state = state_near(device, address)?;
+    let _bound = state.bind()?;
+    driver::synchronize()?;
+    // SAFETY: the caller's promise.
+    Ok(unsafe { driver::copy_to_host(to, address as u64) }?)
+}
+
 /// Where the memory at `address` is; `claimed` is what its owner says.
 fn resolve_address(address: u64, claimed: Device) -> Result<Device, CudaError> {
     match driver::pointer(address) {

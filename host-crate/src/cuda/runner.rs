@@ -6,7 +6,7 @@ use super::context::{Function, Record, State};
 use super::stream::Stream;
 use super::{CudaError, driver, ptx};
 use crate::launches::{Call, Dispatch, launches};
-use crate::problem::Problem;
+use crate::problem::{Problem, Target};
 use crate::{Device, Error};
 
 /// What a plan keeps for CUDA.
@@ -14,6 +14,8 @@ use crate::{Device, Error};
 pub(crate) struct Runner {
     state: Arc<State>,
     record: Record,
+    /// Address of the table of a pool.
+    table: u64,
     source: ptx::Source,
     calls: Vec<(Function, Call)>,
     overlap: bool,
@@ -23,8 +25,13 @@ impl Runner {
     /// Loads the kernels and prepares the launches.
     pub(crate) fn new(problem: &Problem) -> Result<Self, Error> {
         let state = state_near(problem.device, problem.kv.address)?;
+        let table = match &problem.target {
+            Target::Dense { .. } => 0,
+            Target::Pool(pool) => state.table(pool.table())?,
+        };
         let mut runner = Self {
             record: state.record()?,
+            table,
             source: ptx::Source::current()?,
             state,
             calls: Vec::new(),
@@ -37,7 +44,7 @@ impl Runner {
     /// Prepares the launches anew.
     pub(crate) fn dispatch(&mut self, problem: &Problem, dispatch: Dispatch) -> Result<(), Error> {
         self.overlap = dispatch.overlap.unwrap_or(true);
-        self.calls = launches(problem, dispatch, self.record.address)?
+        self.calls = launches(problem, dispatch, self.record.address, self.table)?
             .into_iter()
             .map(|call| {
                 let function = self.state.function(&self.source, call.entry)?;

@@ -10,6 +10,7 @@ use super::vector::ANY;
 use super::{F32, Place, at, load_f32, narrow, narrow_8, size, widen};
 use crate::abi::{Params, flags};
 use crate::arith;
+use crate::convert;
 use crate::gpu::Device;
 
 /// `E` (1 or 2) elements at `index`, as stored: `[first, second]`, raw.
@@ -79,7 +80,8 @@ fn decode(d: impl Device, raw: u32, dtype: u32) -> f32 {
 #[inline(always)]
 fn encode(d: impl Device, y: [f32; 2], dtype: u32) -> [u32; 2] {
     match size(dtype) {
-        4 => [y[0].to_bits(), y[1].to_bits()],
+        // Pools may take widened NaNs, which keep their payload.
+        4 => y.map(convert::f32_from_f32),
         2 => {
             let pair = narrow(d, dtype, y[0], y[1]);
             [pair & 0xffff, pair >> 16]

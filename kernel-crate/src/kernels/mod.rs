@@ -25,6 +25,12 @@ macro_rules! for_each_entry {
             fused_kv_generic_1_bf16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::BF16 }, false>;
             fused_kv_generic_1_f16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F16 }, false>;
             fused_kv_generic_1_f32 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F32 }, false>;
+            fused_kv_pool_bf16_d128 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16D128Pool>;
+            fused_kv_pool_bf16 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16Pool>;
+            fused_kv_pool_f16 => crate::kernels::vector::run::<_, crate::kernels::spec::F16Pool>;
+            fused_kv_pool_f32 => crate::kernels::vector::run::<_, crate::kernels::spec::F32Pool>;
+            fused_kv_pool_generic_2 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::vector::ANY }, true>;
+            fused_kv_pool_generic_1 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::vector::ANY }, true>;
         }
     };
 }
@@ -75,6 +81,14 @@ pub mod spec {
         F32: SINGLE, SINGLE, SINGLE, d128 false, pool false;
         /// f32, weights and table of any type.
         F32Any: SINGLE, ANY, SINGLE, d128 false, pool false;
+        /// To a pool of any type: bf16, with bf16 weights and table, D = R = 128, neox.
+        Bf16D128Pool: BF16, BF16, ANY, d128 true, pool true;
+        /// To a pool of any type: bf16, weights and table of any type.
+        Bf16Pool: BF16, ANY, ANY, d128 false, pool true;
+        /// To a pool of any type: f16, weights and table of any type.
+        F16Pool: HALF, ANY, ANY, d128 false, pool true;
+        /// To a pool of any type: f32, weights and table of any type.
+        F32Pool: SINGLE, ANY, ANY, d128 false, pool true;
     }
 }
 
@@ -125,6 +139,13 @@ fn narrow_8(d: impl Device, dtype: u32, low: f32, high: f32) -> u16 {
     } else {
         d.e5m2x2(low, high)
     }
+}
+
+/// An f32 as pools store it. Widened NaNs keep their payload, so a pool of f32 needs more than the
+/// hardware's own canonical NaN.
+#[inline(always)]
+fn pool_f32(value: f32) -> f32 {
+    f32::from_bits(convert::f32_from_f32(value))
 }
 
 /// Element `index` of an array of 32-bit floats, or 0.

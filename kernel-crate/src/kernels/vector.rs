@@ -5,7 +5,7 @@
 //! style it never leaves a chunk. The other lanes hold two chunks `rest` apart. V is copied in
 //! units of 16 bytes, lane after lane.
 
-use super::{BF16, F16, F32, Place, at, load_f32, narrow, narrow_8, size, widen};
+use super::{BF16, F16, F32, Place, at, load_f32, narrow, narrow_8, pool_f32, size, widen};
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::gpu::Device;
@@ -326,6 +326,9 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
             let descale = load_f32(d, true, p.k_descale, layer);
             (y_a, y_b) = (y_a.map(|y| y / descale), y_b.map(|y| y / descale));
         }
+        if S::POOL && out_dtype == F32 {
+            (y_a, y_b) = (y_a.map(pool_f32), y_b.map(pool_f32));
+        }
         let write = active && token.write;
         let k_row = at(token.destination.k, head, p.k_head);
         store(
@@ -367,6 +370,9 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
             }
             if descaled {
                 y = y.map(|y| y / descale);
+            }
+            if S::POOL && out_dtype == F32 {
+                y = y.map(pool_f32);
             }
             if S::KV == F32 {
                 store_half(d, when(step), to(step), y, out_dtype);
