@@ -437,8 +437,9 @@ struct Footprint {
     end: i128,
     size: i128,
     rank: usize,
-    /// `(stride, last)` of each dimension with more than one index.
-    steps: [(i128, i128); crate::tensor::MAX_RANK],
+    /// `(stride, last)` of each dimension with more than one index, in the order of the strides.
+    /// One more than a view has: see [`Footprint::is_separate`].
+    steps: [(i128, i128); crate::tensor::MAX_RANK + 1],
 }
 
 impl Footprint {
@@ -448,7 +449,7 @@ impl Footprint {
             return Ok(None);
         };
         let size = raw.dtype.size() as i128;
-        let mut steps = [(0, 0); crate::tensor::MAX_RANK];
+        let mut steps = [(0, 0); crate::tensor::MAX_RANK + 1];
         let mut rank = 0;
         for (&extent, &stride) in raw.layout.shape().iter().zip(raw.layout.strides()) {
             if extent > 1 {
@@ -456,6 +457,7 @@ impl Footprint {
                 rank += 1;
             }
         }
+        steps[..rank].sort_unstable();
         Ok(Some(Self {
             start: start as i128,
             end: end as i128,
@@ -474,19 +476,17 @@ impl Footprint {
     /// and permuting an allocation nests; exotic ones that do not (strides 2 and 3, say) are
     /// refused even where their elements happen not to meet.
     fn is_injective(&self) -> bool {
-        let mut steps = self.steps;
-        let steps = &mut steps[..self.rank];
-        steps.sort_unstable();
         let mut span = self.size;
-        steps.iter().all(|&(stride, last)| {
+        self.steps().iter().all(|&(stride, last)| {
             let nested = stride >= span;
             span += stride * last;
             nested
         })
     }
 
-    /// Whether two footprints are known to be disjoint: their ranges are, or they interleave with
-    /// a common period, as the two halves of the last dimension of one allocation do.
+    /// Whether two footprints are known to be disjoint: their ranges are, or they are the two
+    /// indices of one more dimension of a view that is injective, or they interleave with a common
+    /// period, as parts of the last dimension of one allocation do.
     ///
     /// For a period m, dimensions whose stride is a multiple of m vanish modulo m, the others
     /// keep each footprint within one block of residues; disjoint blocks on the circle of
@@ -494,6 +494,15 @@ impl Footprint {
     fn is_separate(&self, other: &Self) -> bool {
         if self.end <= other.start || other.end <= self.start {
             return true;
+        }
+        if (self.size, self.steps()) == (other.size, other.steps()) {
+            let mut both = *self;
+            both.steps[both.rank] = ((other.start - self.start).abs(), 1);
+            both.rank += 1;
+            both.steps[..both.rank].sort_unstable();
+            if both.is_injective() {
+                return true;
+            }
         }
         let block = |footprint: &Self, period: i128| {
             footprint

@@ -10,6 +10,7 @@ pub mod golden;
 #[cfg(feature = "cuda")]
 pub mod gpu;
 pub mod oracle;
+pub mod pool;
 pub mod reference;
 pub mod runner;
 pub mod tensor;

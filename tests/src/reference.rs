@@ -46,25 +46,36 @@ pub fn sum_of_squares(x: &[f32]) -> f32 {
     sums[0]
 }
 
-/// Runs the reference.
-pub fn compute(case: &Case) -> Reference {
+/// Results before they are rounded, `[L, T, H, D]` in row-major order. Rows of unwritten tokens are
+/// zero.
+pub struct Unrounded {
+    /// K.
+    pub k: Vec<f32>,
+    /// V; scaled where the case says so.
+    pub v: Vec<f32>,
+    /// The bits of V in `kv`, for where it is copied.
+    pub v_bits: Vec<u32>,
+}
+
+/// Runs the reference up to the rounding, for the tokens that are `written`.
+pub fn unrounded(case: &Case, written: &[bool]) -> Unrounded {
     let [layers, tokens, heads, dim] = case.out_shape();
     let rotary = case.config.rotary_dim;
     let half = rotary / 2;
     let dtype = case.kv.dtype;
-    let size = dtype.size();
     let kv = case.kv.bits();
     let weight = case.k_norm_weight.values();
     let eps = case.eps.values();
     let table = case.cos_sin_cache.values();
-    let rows = case.cos_sin_cache.shape[0];
     let scales = case.value_scale.as_ref().map(|scales| scales.values());
     let positions = case.positions.indices();
-    let written = case.written();
 
     let count = layers * tokens * heads * dim;
-    let mut k = vec![0u8; count * size];
-    let mut v = vec![0u8; count * size];
+    let mut results = Unrounded {
+        k: vec![0.0; count],
+        v: vec![0.0; count],
+        v_bits: vec![0; count],
+    };
     let mut row = vec![0.0f32; dim];
     for token in 0..tokens {
         if !written[token] {
@@ -100,19 +111,41 @@ pub fn compute(case: &Case) -> Reference {
                     row[i] = a - b;
                     row[j] = c + d;
                 }
+                results.k[to..to + dim].copy_from_slice(&row);
                 for i in 0..dim {
-                    let bits = encode(dtype, row[i]).to_le_bytes();
-                    k[(to + i) * size..][..size].copy_from_slice(&bits[..size]);
                     let copied = kv[from + heads * dim + i];
-                    let bits = match &scales {
-                        None => copied,
-                        Some(scales) => encode(dtype, decode(dtype, copied) * scales[layer]),
+                    let value = decode(dtype, copied);
+                    results.v_bits[to + i] = copied;
+                    results.v[to + i] = match &scales {
+                        None => value,
+                        Some(scales) => value * scales[layer],
                     };
-                    v[(to + i) * size..][..size].copy_from_slice(&bits.to_le_bytes()[..size]);
                 }
             }
         }
     }
+    results
+}
+
+/// Runs the reference.
+pub fn compute(case: &Case) -> Reference {
+    let dtype = case.kv.dtype;
+    let positions = case.positions.indices();
+    let (tokens, rows) = (case.tokens(), case.cos_sin_cache.shape[0]);
+    let written = case.written();
+    let Unrounded { k, v, v_bits } = unrounded(case, &written);
+    let bytes = |bits: &[u32]| -> Vec<u8> {
+        bits.iter()
+            .flat_map(|bits| bits.to_le_bytes().into_iter().take(dtype.size()))
+            .collect()
+    };
+    let rounded =
+        |values: &[f32]| -> Vec<u32> { values.iter().map(|&value| encode(dtype, value)).collect() };
+    let k = bytes(&rounded(&k));
+    let v = match case.value_scale {
+        None => bytes(&v_bits),
+        Some(_) => bytes(&rounded(&v)),
+    };
     let offenders: Vec<usize> = (0..tokens).filter(|&token| !written[token]).collect();
     let check = match offenders.first() {
         None => Ok(()),

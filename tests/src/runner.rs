@@ -128,9 +128,16 @@ pub fn few_dispatches() -> Vec<Dispatch> {
 }
 
 /// A tensor's memory on a backend, with the address of its first element.
-struct Placed {
+pub(crate) struct Placed {
     memory: Memory,
-    address: u64,
+    pub(crate) address: u64,
+}
+
+impl Placed {
+    /// What the memory holds.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        self.memory.to_bytes()
+    }
 }
 
 /// What a case gave.
@@ -193,7 +200,7 @@ impl Runner {
         }
     }
 
-    fn place(&self, tensor: &Tensor) -> Placed {
+    pub(crate) fn place(&self, tensor: &Tensor) -> Placed {
         let mut memory = match self {
             Self::Cpu | Self::Emulated(_) => Memory::Host(HostMemory::from_bytes(&tensor.memory)),
             #[cfg(feature = "cuda")]
@@ -206,7 +213,7 @@ impl Runner {
         Placed { memory, address }
     }
 
-    fn view<'a>(&self, tensor: &Tensor, placed: &'a Placed) -> TensorView<'a> {
+    pub(crate) fn view<'a>(&self, tensor: &Tensor, placed: &'a Placed) -> TensorView<'a> {
         // SAFETY: the tensor's layout lies within its memory (`Tensor::filled`), of which `placed`
         // is a copy that lives for `'a` and that only mutable views of other memory write.
         unsafe {
@@ -242,7 +249,7 @@ impl Runner {
     }
 
     /// Enqueues the plan as this runner dispatches.
-    fn launch(&self, plan: &mut Plan<'_>) -> Result<(), Error> {
+    pub(crate) fn launch(&self, plan: &mut Plan<'_>) -> Result<(), Error> {
         match self {
             Self::Cpu => plan.run(),
             Self::Emulated(dispatch) => plan.run_emulated(*dispatch),
