@@ -71,7 +71,7 @@ pub(crate) fn paged(
     }
     check_shape(Argument::Slots, &slots, &[sources.tokens()])?;
     let (pages, page_size) = extents;
-    let capacity = pages.checked_mul(page_size).unwrap_or(usize::MAX);
+    let capacity = pages.saturating_mul(page_size);
     let num_slots = target.num_slots.unwrap_or(capacity);
     if num_slots > capacity {
         return Err(Error::PoolSlots {
