@@ -235,16 +235,18 @@ pub(super) fn allocation(address: u64) -> Option<(u64, u64)> {
 
     let mut legacy: c_uint = 0;
     let (mut start, mut size) = (0u64, 0usize);
-    let ask = |to: *mut c_void, attribute| {
-        // SAFETY: each attribute is written to a variable of at least its size; any address may be
-        // asked about.
-        unsafe { cuPointerGetAttribute(to, attribute, address) == SUCCESS }
-    };
-    (ask((&raw mut legacy).cast(), IS_LEGACY_IPC_CAPABLE)
-        && legacy & 0xff == 1
-        && ask((&raw mut start).cast(), RANGE_START)
-        && ask((&raw mut size).cast(), RANGE_SIZE))
-    .then_some((start, size as u64))
+    let mut attributes = [IS_LEGACY_IPC_CAPABLE, RANGE_START, RANGE_SIZE];
+    let mut values: [*mut c_void; 3] = [
+        (&raw mut legacy).cast(),
+        (&raw mut start).cast(),
+        (&raw mut size).cast(),
+    ];
+    // SAFETY: three attributes with a place of at least its size for each; any address may be
+    // asked about, and one that the driver does not know gives zeros.
+    let code =
+        unsafe { cuPointerGetAttributes(3, attributes.as_mut_ptr(), values.as_mut_ptr(), address) };
+    // The first attribute is a single byte.
+    (code == SUCCESS && legacy & 0xff == 1).then_some((start, size as u64))
 }
 
 /// Compiles PTX in the current context; an error carries the compiler's log.
