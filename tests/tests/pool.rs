@@ -785,7 +785,9 @@ mod refused {
 
     #[test]
     fn other_layer_counts() {
-        let error = refuse(|target| drop(layers(&mut target.v).pop()));
+        let error = refuse(|target| {
+            layers(&mut target.v).pop();
+        });
         assert_eq!(
             error,
             Error::PoolLayers {
