@@ -55,6 +55,52 @@
 //! # Ok::<(), fused_kv::Error>(())
 //! ```
 //!
+//! # Into a KV pool
+//!
+//! [`Plan::paged`] writes each token's rows to its slot of the pool that attention reads, for all
+//! layers in one launch, converted to the pool's type. Here to FP8, in pages of 16 tokens:
+//!
+//! ```
+//! # use fused_kv::{Config, Inputs, NormWeight, Plan, RopeStyle, TensorView, half::bf16};
+//! use fused_kv::{F8E4M3Fn, PoolTarget, TensorViewMut, dequantize};
+//! # let config = Config {
+//! #     num_kv_heads: 1,
+//! #     head_dim: 2,
+//! #     rotary_dim: 2,
+//! #     rope_style: RopeStyle::Neox,
+//! #     norm_weight: NormWeight::Plain,
+//! # };
+//! # let kv = [3.0, 4.0, 5.0, 6.0].map(bf16::from_f32);
+//! # let inputs = Inputs {
+//! #     kv: TensorView::from_slice(&kv, &[1, 1, 4])?,
+//! #     k_norm_weight: TensorView::from_slice(&[1.0f32, 1.0], &[1, 2])?,
+//! #     eps: TensorView::from_slice(&[0.0f32], &[1])?,
+//! #     cos_sin_cache: TensorView::from_slice(&[1.0f32, 0.0], &[1, 2])?,
+//! #     positions: TensorView::from_slice(&[0i64], &[1])?,
+//! #     value_scale: None,
+//! # };
+//!
+//! // [L, pages, page size, H, D] of K and of V: one layer, two pages, one head of two elements.
+//! let shape = [1, 2, 16, 1, 2];
+//! let mut k_pool = [F8E4M3Fn::default(); 64];
+//! let mut v_pool = k_pool;
+//! let pool = PoolTarget::paged_nhd(
+//!     TensorViewMut::from_slice(&mut k_pool, &shape)?,
+//!     TensorViewMut::from_slice(&mut v_pool, &shape)?,
+//!     TensorView::from_slice(&[17i64], &[1])?, // slot 17: token 1 of page 1
+//! )
+//! .with_descales(&[1.0], &[2.0]); // of K and V, one a layer
+//!
+//! let mut plan = Plan::paged(config, inputs, pool)?;
+//! plan.run()?;
+//! plan.check()?; // was a slot past the end?
+//! drop(plan);
+//!
+//! let v = dequantize(TensorView::from_slice(&v_pool, &shape)?, 2.0)?;
+//! assert_eq!(v[2 * 17..][..2], [5.0, 6.0]);
+//! # Ok::<(), fused_kv::Error>(())
+//! ```
+//!
 //! # Errors
 //!
 //! What does not fit is refused before anything is written, each with its own variant of

@@ -1,7 +1,7 @@
 //! KV pools on the CPU backend and, through the same plan, on the emulated device: every dispatch
 //! path against the scalar reference, bit for bit, canaries before, between and after all pages.
 //! `tests/gpu_pool.rs` runs the same on a GPU. The numbers of the cases are those of
-//! `docs/cases.md`.
+//! `CASES.md`.
 
 use fused_kv::{
     Argument, Config, DType, Device, Error, F8E4M3Fn, F8E5M2, Inputs, NormWeight, Path, Plan,
