@@ -197,7 +197,7 @@ mod tests {
             assert_eq!(decode(DType::F8E4M3Fn, bits), value);
             assert_eq!(encode(DType::F8E4M3Fn, value), bits);
         }
-        for (bits, value) in [(0x3c, 1.0), (0x7b, 57344.0), (0x01, 1.52587890625e-5)] {
+        for (bits, value) in [(0x3c, 1.0), (0x7b, 57344.0), (0x01, 1.0 / 65536.0)] {
             assert_eq!(decode(DType::F8E5M2, bits), value);
             assert_eq!(encode(DType::F8E5M2, value), bits);
         }
