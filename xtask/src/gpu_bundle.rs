@@ -55,6 +55,7 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
     } else {
         println!("{}: missing, the bundle has no data", project.show(&data));
     }
+    copy_tree(&project.root.join("tests/peers"), &out.join("peers"))?;
     copy_tree(&project.root.join("host-crate/ptx"), &out.join("ptx/llvm"))?;
     let rust_cuda = project.target.join("ptx/rust-cuda");
     if rust_cuda.is_dir() {

@@ -6,13 +6,19 @@
 #   run.sh memcheck|racecheck|initcheck|synccheck [FILTER...]
 #                                       the GPU tests under compute-sanitizer
 #   run.sh cli                          fused-kv on every golden file, on CUDA, compared
-#   run.sh bench [ARGUMENT...]          the measurements (bench --help)
+#   run.sh bench [--out DIR] [--sglang PATH] [--flaggems PATH] [--tokenspeed PATH]
+#                                       all measurements, and those of the peers whose file or
+#                                       checkout is given (needs python3 with torch and triton);
+#                                       JSON in DIR (default: results), for `cargo xtask bench`
+#   run.sh bench dense|pool|load [ARGUMENT...]
+#                                       one of them (run.sh bench --help)
 #   run.sh info                         what the program and the driver say about this machine
 #
 # FILTER goes to the test binaries: a part of the tests' names, or an option such as --nocapture.
 # FUSED_KV_PTX_DIR, when set, names PTX to use instead of what the binaries hold
 # (ptx/llvm and ptx/rust-cuda lie here).
 set -u
+called_from=$PWD
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here" || exit 1
 export FUSED_KV_TEST_DATA="$here/data" FUSED_KV_BIN="$here/bin/fused-kv"
@@ -48,6 +54,99 @@ sanitizer() {
     return 1
 }
 
+# absolute PATH: as seen from where this script was called.
+absolute() {
+    case $1 in
+    /*) printf '%s\n' "$1" ;;
+    *) printf '%s\n' "$called_from/$1" ;;
+    esac
+}
+
+# json_string TEXT
+json_string() {
+    printf '"%s"' "$(printf '%s' "$1" | tr -d '\000-\037' | sed 's/\\/\\\\/g; s/"/\\"/g')"
+}
+
+# measure NAME COMMAND...: a step whose command goes into the report.
+commands=()
+results=$here/results
+measure() {
+    local name=$1 words
+    shift
+    # Paths as they mean something elsewhere: within the bundle and the caller's folder.
+    words="$*"
+    words=${words//$results\//}
+    words=${words//$here\//}
+    commands+=("${words//$called_from\//}")
+    step "$name" "$@"
+}
+
+# bench [--out DIR] [--PEER PATH]...
+bench() {
+    local peers=() kind index cache list separator query
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --out | --sglang | --flaggems | --tokenspeed)
+            [ $# -ge 2 ] || { echo "bench: $1 needs a path"; failed=1; return; }
+            if [ "$1" = --out ]; then
+                results=$(absolute "$2")
+            else
+                peers+=("$1" "$(absolute "$2")")
+            fi
+            shift 2
+            ;;
+        *)
+            echo "bench: unknown argument $1"
+            failed=1
+            return
+            ;;
+        esac
+    done
+    mkdir -p "$results" || { failed=1; return; }
+    rm -f "$results"/{machine,dense,dense-rust-cuda,pool,peers,ptx-llvm,ptx-rust-cuda}.json "$results/load.jsonl"
+    cp ptx/llvm/manifest.json "$results/ptx-llvm.json"
+
+    measure dense bin/fused-kv-bench dense --out "$results/dense.json"
+    if bin/fused-kv-bench pool --help >/dev/null 2>&1; then
+        measure pool bin/fused-kv-bench pool --out "$results/pool.json"
+    fi
+    if [ "${#peers[@]}" -gt 0 ]; then
+        measure peers python3 peers/peers.py "${peers[@]}" --out "$results/peers.json"
+    fi
+    if [ -d ptx/rust-cuda ]; then
+        cp ptx/rust-cuda/manifest.json "$results/ptx-rust-cuda.json"
+        measure "dense, PTX of rust-cuda" env FUSED_KV_PTX_DIR="$here/ptx/rust-cuda" \
+            bin/fused-kv-bench dense --group headline --out "$results/dense-rust-cuda.json"
+    fi
+    # A process each: the first load with an empty cache of the driver, then with what that left.
+    for index in 1 2 3 4 5; do
+        cache=$(mktemp -d)
+        for kind in cold cached; do
+            step "load $index, $kind" env CUDA_CACHE_PATH="$cache" \
+                bin/fused-kv-bench load --label "$kind" --append "$results/load.jsonl"
+        done
+        rm -rf "$cache"
+    done
+    commands+=("CUDA_CACHE_PATH=(empty, then used) bin/fused-kv-bench load (5 times)")
+
+    query=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+    list='' separator=''
+    for kind in "${commands[@]}"; do
+        list+="$separator$(json_string "$kind")"
+        separator=', '
+    done
+    cat >"$results/machine.json" <<END
+{
+  "date": $(json_string "$(date -u +%Y-%m-%dT%H:%M:%SZ)"),
+  "gpu": $(json_string "${query%,*}"),
+  "driver": $(json_string "${query##*, }"),
+  "ptx_dir": $(json_string "$(basename "${FUSED_KV_PTX_DIR:-}")"),
+  "commands": [$list]
+}
+END
+    echo "figures: $results"
+}
+
 mode=${1:-tests}
 case $mode in
 -h | --help)
@@ -77,7 +176,10 @@ cli)
     ;;
 bench)
     shift
-    step fused-kv-bench bin/fused-kv-bench "$@"
+    case ${1:-} in
+    dense | pool | load | -h | --help) step fused-kv-bench bin/fused-kv-bench "$@" ;;
+    *) bench "$@" ;;
+    esac
     ;;
 info)
     step "fused-kv info" bin/fused-kv info

@@ -4,6 +4,7 @@
 mod cases;
 mod gpu;
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -48,7 +49,14 @@ enum Command {
     },
     /// Time until the first plan exists, and the second. Run it in a fresh process, with the
     /// driver's cache where it is wanted (CUDA_CACHE_PATH, CUDA_CACHE_DISABLE).
-    Load,
+    Load {
+        /// What the times are of, for the file.
+        #[arg(long, default_value = "")]
+        label: String,
+        /// Where to add the times, as a line of JSON.
+        #[arg(long)]
+        append: Option<PathBuf>,
+    },
 }
 
 #[derive(Serialize)]
@@ -367,7 +375,15 @@ fn dense(
     Ok(())
 }
 
-fn load() -> Result<()> {
+/// Times of one process, in milliseconds.
+#[derive(Serialize)]
+struct Load {
+    label: String,
+    first_plan_ms: f64,
+    second_plan_ms: f64,
+}
+
+fn load(label: String, append: Option<PathBuf>) -> Result<()> {
     let gpu = Gpu::new()?;
     let case = Case {
         tokens: 1,
@@ -379,11 +395,22 @@ fn load() -> Result<()> {
         memory.plan(&case, 0)?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
     };
+    let load = Load {
+        label,
+        first_plan_ms: time()?,
+        second_plan_ms: time()?,
+    };
     println!(
         "first plan {:.2} ms, second plan {:.3} ms",
-        time()?,
-        time()?
+        load.first_plan_ms, load.second_plan_ms
     );
+    if let Some(path) = append {
+        let mut file = std::fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)?;
+        writeln!(file, "{}", serde_json::to_string(&load)?)?;
+    }
     Ok(())
 }
 
@@ -406,6 +433,6 @@ fn main() -> Result<()> {
             shared,
             no_overlap.then_some(false),
         ),
-        Command::Load => load(),
+        Command::Load { label, append } => load(label, append),
     }
 }
