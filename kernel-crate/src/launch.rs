@@ -163,7 +163,10 @@ impl Facts {
         let uniform = self.weight == self.kv && self.table == self.kv;
         if self.pool {
             return match (path, self.kv) {
-                (Path::Vector, Code::Bf16) if self.is_common() => "fused_kv_pool_bf16_d128",
+                (Path::Vector, Code::Bf16) if self.is_common() => match self.out {
+                    Code::Bf16 => "fused_kv_pool_bf16_d128",
+                    _ => "fused_kv_pool_bf16_d128_any",
+                },
                 (Path::Vector, Code::Bf16) => "fused_kv_pool_bf16",
                 (Path::Vector, Code::F16) => "fused_kv_pool_f16",
                 (Path::Vector, _) => "fused_kv_pool_f32",

@@ -26,6 +26,7 @@ macro_rules! for_each_entry {
             fused_kv_generic_1_f16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F16 }, false>;
             fused_kv_generic_1_f32 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F32 }, false>;
             fused_kv_pool_bf16_d128 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16D128Pool>;
+            fused_kv_pool_bf16_d128_any => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16D128PoolAny>;
             fused_kv_pool_bf16 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16Pool>;
             fused_kv_pool_f16 => crate::kernels::vector::run::<_, crate::kernels::spec::F16Pool>;
             fused_kv_pool_f32 => crate::kernels::vector::run::<_, crate::kernels::spec::F32Pool>;
@@ -81,8 +82,10 @@ pub mod spec {
         F32: SINGLE, SINGLE, SINGLE, d128 false, pool false;
         /// f32, weights and table of any type.
         F32Any: SINGLE, ANY, SINGLE, d128 false, pool false;
+        /// To a pool: bf16 throughout, D = R = 128, neox.
+        Bf16D128Pool: BF16, BF16, BF16, d128 true, pool true;
         /// To a pool of any type: bf16, with bf16 weights and table, D = R = 128, neox.
-        Bf16D128Pool: BF16, BF16, ANY, d128 true, pool true;
+        Bf16D128PoolAny: BF16, BF16, ANY, d128 true, pool true;
         /// To a pool of any type: bf16, weights and table of any type.
         Bf16Pool: BF16, ANY, ANY, d128 false, pool true;
         /// To a pool of any type: f16, weights and table of any type.
