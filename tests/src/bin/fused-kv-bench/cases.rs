@@ -2,7 +2,7 @@
 
 use fused_kv::cuda::DeviceMemory;
 use fused_kv::{Config, DType, Device, Dispatch, Inputs, NormWeight, Output, Outputs, Path, Plan};
-use fused_kv::{RopeStyle, TensorView, TensorViewMut};
+use fused_kv::{PoolLayout, PoolTarget, RopeStyle, TensorView, TensorViewMut};
 use serde::Serialize;
 
 use crate::gpu::{Gpu, Result};
@@ -32,6 +32,8 @@ pub struct Case {
     pub spare_capacity: usize,
     /// Elements by which the first element of kv and of both outputs is moved.
     pub shift: usize,
+    /// The pool that rows go to, in place of a workspace.
+    pub pool: Option<Pool>,
     /// Forced path.
     #[serde(skip)]
     pub path: Option<Path>,
@@ -42,6 +44,19 @@ pub struct Case {
     /// Kernels may start early.
     pub overlap: Option<bool>,
 }
+
+/// A KV pool; tokens go to random slots, each to one of its own.
+#[derive(Clone, Debug, Serialize)]
+pub struct Pool {
+    #[serde(serialize_with = "text")]
+    pub dtype: DType,
+    /// Pages with their heads before their tokens.
+    pub hnd: bool,
+    pub page_size: usize,
+}
+
+/// Slots of each layer's pool.
+pub const SLOTS: usize = 65_536;
 
 fn text<S: serde::Serializer>(
     dtype: &DType,
@@ -67,6 +82,7 @@ impl Default for Case {
             kv_padding: 0,
             spare_capacity: 0,
             shift: 0,
+            pool: None,
             path: None,
             threads: None,
             shared_bytes: None,
@@ -81,9 +97,15 @@ impl Case {
         self.tokens * self.layers * self.heads * self.head_dim
     }
 
-    /// Bytes that the job reads of kv, and writes.
+    /// Half of the bytes that the job moves: those of kv that it reads, and as many written, or
+    /// fewer in a pool of a smaller type. A copy of so many bytes moves as much.
     pub fn kv_bytes(&self) -> usize {
-        2 * self.elements() * self.dtype.size()
+        self.elements() * (self.dtype.size() + self.out_dtype().size())
+    }
+
+    /// Type of what is written.
+    fn out_dtype(&self) -> DType {
+        self.pool.as_ref().map_or(self.dtype, |pool| pool.dtype)
     }
 
     fn token_stride(&self) -> usize {
@@ -95,7 +117,8 @@ impl Case {
     }
 
     fn output_elements(&self) -> usize {
-        self.layers * self.capacity() * self.heads * self.head_dim
+        let tokens = self.pool.as_ref().map_or(self.capacity(), |_| SLOTS);
+        self.layers * tokens * self.heads * self.head_dim
     }
 }
 
@@ -109,8 +132,10 @@ pub struct Memory {
     table: DeviceMemory,
     positions: DeviceMemory,
     kv: DeviceMemory,
-    /// K and V of each set, one after the other.
+    /// K and V of each set, one after the other; the K pool and the V pool for all sets.
     out: DeviceMemory,
+    /// The slots of each set.
+    slots: DeviceMemory,
     kv_step: usize,
     out_step: usize,
     /// Number of sets.
@@ -140,8 +165,27 @@ impl Memory {
         // Sets start 256 bytes apart; the shift moves them all.
         let slack = case.shift * size;
         let kv_step = (case.tokens * case.token_stride() * size + slack).next_multiple_of(256);
-        let out_step = (case.output_elements() * size + slack).next_multiple_of(256);
-        let sets = rotate.div_ceil(kv_step + 2 * out_step).clamp(1, max_sets);
+        let out_bytes = case.output_elements() * case.out_dtype().size();
+        let out_step = (out_bytes + slack).next_multiple_of(256);
+        // All sets share a pool, which is larger than any cache.
+        let (out_sets, set_bytes) = match case.pool {
+            None => (usize::MAX, kv_step + 2 * out_step),
+            Some(_) => (1, kv_step),
+        };
+        let sets = rotate.div_ceil(set_bytes).clamp(1, max_sets);
+        let mut slots = Vec::new();
+        if case.pool.is_some() {
+            let mut all: Vec<i64> = (0..SLOTS as i64).collect();
+            let mut rng = fastrand::Rng::with_seed(5);
+            for _ in 0..sets {
+                rng.shuffle(&mut all);
+                slots.extend(
+                    all[..case.tokens]
+                        .iter()
+                        .flat_map(|slot| slot.to_le_bytes()),
+                );
+            }
+        }
         let random = floats(case.dtype, 1 << 22);
         let mut positions = Vec::with_capacity(case.tokens * 8);
         let mut rng = fastrand::Rng::with_seed(1);
@@ -164,7 +208,8 @@ impl Memory {
             )?,
             positions: DeviceMemory::from_bytes(&gpu.context, &positions)?,
             kv: gpu.filled(kv_step * sets, &random)?,
-            out: gpu.filled(2 * out_step * sets, &[0xff; 256])?,
+            out: gpu.filled(2 * out_step * sets.min(out_sets), &[0xff; 256])?,
+            slots: DeviceMemory::from_bytes(&gpu.context, &slots)?,
             kv_step,
             out_step,
             sets,
@@ -209,20 +254,6 @@ impl Memory {
             positions: view(&self.positions, 0, DType::I64, &[case.tokens], &[1])?,
             value_scale: None,
         };
-        let shape = [l, case.tokens, h, d];
-        let strides = [
-            (case.capacity() * h * d) as isize,
-            (h * d) as isize,
-            d as isize,
-            1,
-        ];
-        let output = |half: usize| {
-            let address = self.out.address() + ((2 * set + half) * self.out_step) as u64 + shift;
-            // SAFETY: as above, and each set is written through its own view only.
-            unsafe {
-                TensorViewMut::<'a>::from_raw_parts(address, device, case.dtype, &shape, &strides)
-            }
-        };
         let config = Config {
             num_kv_heads: h,
             head_dim: d,
@@ -234,11 +265,10 @@ impl Memory {
             },
             norm_weight: NormWeight::Plain,
         };
-        let outputs = Outputs {
-            k: Output::Into(output(0)?),
-            v: Output::Into(output(1)?),
+        let mut plan = match &case.pool {
+            None => Plan::new(config, inputs, self.workspace(case, set)?)?,
+            Some(pool) => Plan::paged(config, inputs, self.pool(case, pool, set)?)?,
         };
-        let mut plan = Plan::new(config, inputs, outputs)?;
         if case.path.is_some()
             || case.threads.is_some()
             || case.overlap.is_some()
@@ -255,10 +285,92 @@ impl Memory {
         Ok(plan)
     }
 
+    /// The workspace of set `set`.
+    fn workspace<'a>(&'a self, case: &Case, set: usize) -> Result<Outputs<'a>> {
+        let (l, h, d) = (case.layers, case.heads, case.head_dim);
+        let shift = (case.shift * case.dtype.size()) as u64;
+        let shape = [l, case.tokens, h, d];
+        let strides = [
+            (case.capacity() * h * d) as isize,
+            (h * d) as isize,
+            d as isize,
+            1,
+        ];
+        let output = |half: usize| {
+            let address = self.out.address() + ((2 * set + half) * self.out_step) as u64 + shift;
+            // SAFETY: the memory covers the view and lives for `'a`, and each set is written
+            // through its own view only.
+            unsafe {
+                TensorViewMut::<'a>::from_raw_parts(
+                    address,
+                    Device::Cuda(0),
+                    case.dtype,
+                    &shape,
+                    &strides,
+                )
+            }
+        };
+        Ok(Outputs {
+            k: Output::Into(output(0)?),
+            v: Output::Into(output(1)?),
+        })
+    }
+
+    /// The pool, with the slots of set `set`.
+    fn pool<'a>(&'a self, case: &Case, pool: &Pool, set: usize) -> Result<PoolTarget<'a>> {
+        let (l, h, d, page) = (case.layers, case.heads, case.head_dim, pool.page_size);
+        let (layout, shape) = match pool.hnd {
+            false => (PoolLayout::PagedNhd, [l, SLOTS / page, page, h, d]),
+            true => (PoolLayout::PagedHnd, [l, SLOTS / page, h, page, d]),
+        };
+        let mut strides = [1isize; 5];
+        for axis in (1..5).rev() {
+            strides[axis - 1] = strides[axis] * shape[axis] as isize;
+        }
+        let half = |half: usize| {
+            let address = self.out.address() + (half * self.out_step) as u64;
+            // SAFETY: the memory covers the view and lives for `'a`. The plans of all sets write
+            // it, in the order of one stream.
+            unsafe {
+                TensorViewMut::<'a>::from_raw_parts(
+                    address,
+                    Device::Cuda(0),
+                    pool.dtype,
+                    &shape,
+                    &strides,
+                )
+            }
+        };
+        let address = self.slots.address() + (set * case.tokens * size_of::<i64>()) as u64;
+        // SAFETY: as above; nobody writes the slots.
+        let slots = unsafe {
+            TensorView::<'a>::from_raw_parts(
+                address,
+                Device::Cuda(0),
+                DType::I64,
+                &[case.tokens],
+                &[1],
+            )
+        };
+        let target = PoolTarget::new(layout, half(0)?, half(1)?, slots?);
+        Ok(match pool.dtype.is_fp8() {
+            false => target,
+            true => target.with_descales(&vec![0.05; l], &vec![0.05; l]),
+        })
+    }
+
     /// Where a copy of the same bytes writes and reads, for set `set`.
-    pub fn copy_of(&self, set: usize) -> (u64, u64) {
+    pub fn copy_of(&self, case: &Case, set: usize) -> (u64, u64) {
+        let to = match case.pool {
+            None => 2 * set * self.out_step,
+            // Along the pool, over and over.
+            Some(_) => {
+                let bytes = case.kv_bytes().next_multiple_of(256);
+                set % (2 * self.out_step / bytes) * bytes
+            }
+        };
         (
-            self.out.address() + (2 * set * self.out_step) as u64,
+            self.out.address() + to as u64,
             self.kv.address() + (set * self.kv_step) as u64,
         )
     }

@@ -8,7 +8,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use cases::{Case, Memory};
+use cases::{Case, Memory, Pool};
 use clap::{Parser, Subcommand};
 use fused_kv::{DType, Path};
 use gpu::{CopyKernel, Gpu, Result};
@@ -127,7 +127,7 @@ fn measure(gpu: &Gpu, copy_kernel: &CopyKernel, case: &Case) -> Result<Figure> {
     let bytes = case.kv_bytes();
     let graph = gpu.capture(|| {
         for launch in 0..launches {
-            let (to, from) = memory.copy_of(launch % memory.sets);
+            let (to, from) = memory.copy_of(case, launch % memory.sets);
             gpu.copy(to, from, bytes)?;
         }
         Ok(())
@@ -135,7 +135,7 @@ fn measure(gpu: &Gpu, copy_kernel: &CopyKernel, case: &Case) -> Result<Figure> {
     let memcpy = Spread::new(gpu.time(&graph, warm, REPLAYS)?, launches);
     let graph = gpu.capture(|| {
         for launch in 0..launches {
-            let (to, from) = memory.copy_of(launch % memory.sets);
+            let (to, from) = memory.copy_of(case, launch % memory.sets);
             copy_kernel.copy(gpu, to, from, bytes)?;
         }
         Ok(())
@@ -292,6 +292,37 @@ fn cases() -> Vec<Case> {
         "bases off by two elements",
         Case { shift: 2, ..base() },
     ));
+    cases.extend(pools());
+    cases
+}
+
+/// Straight into a pool of 65,536 slots, to random ones.
+fn pools() -> Vec<Case> {
+    let pool = |name: &str, tokens, dtype, hnd, page_size| Case {
+        group: "pool",
+        name: name.into(),
+        tokens,
+        pool: Some(Pool {
+            dtype,
+            hnd,
+            page_size,
+        }),
+        ..Case::default()
+    };
+    let mut cases = Vec::new();
+    for (name, dtype) in [("bf16 pool", DType::Bf16), ("e4m3fn pool", DType::F8E4M3Fn)] {
+        for tokens in [1, 128, 512, 2048, 8192] {
+            cases.push(pool(name, tokens, dtype, false, 1));
+        }
+    }
+    for page in [16, 64] {
+        for (name, dtype) in [("bf16", DType::Bf16), ("e4m3fn", DType::F8E4M3Fn)] {
+            for tokens in [2048, 8192] {
+                let name = format!("{name} pool, HND, page of {page}");
+                cases.push(pool(&name, tokens, dtype, true, page));
+            }
+        }
+    }
     cases
 }
 
