@@ -41,6 +41,7 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
     if !programs.iter().any(|program| program.name == "fused-kv") {
         bail!("the program fused-kv was not built");
     }
+    let examples = executables(&mut cargo(&["build", "--examples"]), false)?;
 
     clear(&out)?;
     for test in &tests {
@@ -48,6 +49,9 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
     }
     for program in &programs {
         copy(&program.path, &out.join("bin").join(&program.name))?;
+    }
+    for example in &examples {
+        copy(&example.path, &out.join("examples").join(&example.name))?;
     }
     let data = project.root.join("tests/data");
     if data.is_dir() {
@@ -66,10 +70,12 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
     make_executable(&script)?;
 
     println!(
-        "{}: {} test binaries, {} programs, {:.1} MB; on the GPU machine: bash run.sh [--help]",
+        "{}: {} test binaries, {} programs, {} examples, {:.1} MB; on the GPU machine: \
+         bash run.sh [--help]",
         project.show(&out),
         tests.len(),
         programs.len(),
+        examples.len(),
         size(&out)? as f64 / 1e6
     );
     Ok(())

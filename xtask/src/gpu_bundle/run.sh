@@ -6,6 +6,7 @@
 #   run.sh memcheck|racecheck|initcheck|synccheck [FILTER...]
 #                                       the GPU tests under compute-sanitizer
 #   run.sh cli                          fused-kv on every golden file, on CUDA, compared
+#   run.sh examples                     the examples of the library
 #   run.sh bench [--out DIR] [--sglang PATH] [--flaggems PATH] [--tokenspeed PATH]
 #                                       all measurements, and those of the peers whose file or
 #                                       checkout is given (needs python3 with torch and triton);
@@ -23,7 +24,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$here" || exit 1
 export FUSED_KV_TEST_DATA="$here/data" FUSED_KV_BIN="$here/bin/fused-kv"
 export FUSED_KV_REQUIRE_GPU=1 RUST_BACKTRACE="${RUST_BACKTRACE:-1}"
-chmod +x bin/* tests/* 2>/dev/null
+chmod +x bin/* tests/* examples/* 2>/dev/null
 
 summary=()
 failed=0
@@ -173,6 +174,11 @@ cli)
         step "fused-kv run $(basename "$file")" bin/fused-kv run "$file" --backend cuda --verify
     done
     [ "$found" = 1 ] || { echo "no golden files in this bundle"; failed=1; }
+    ;;
+examples)
+    for binary in examples/*; do
+        step "example $(basename "$binary")" "$binary"
+    done
     ;;
 bench)
     shift
