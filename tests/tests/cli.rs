@@ -382,7 +382,7 @@ fn wrong_shapes_and_types_are_refused() {
             file.header["positions"]["shape"] = [2].as_slice().into();
         }),
         ("tensor eps: Invalid tensor view", |file| {
-            file.header["eps"]["shape"] = [1, 1, 1, 1, 1, 2].as_slice().into();
+            file.header["eps"]["shape"] = [1, 1, 1, 1, 1, 1, 2].as_slice().into();
         }),
     ];
     for (message, change) in cases {
@@ -777,4 +777,301 @@ fn a_closed_pipe_is_no_crash() {
         .unwrap();
     assert_eq!(text(&output.stderr), "");
     assert_eq!(output.status.code(), Some(0));
+}
+
+/// A file with a pool of this layout and type, and its result by the CPU backend.
+fn pool_file(arguments: &[&str]) -> (TempDir, PathBuf) {
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("pool.safetensors");
+    let mut all = vec![
+        "synth",
+        "--tokens",
+        "7",
+        "--layers",
+        "2",
+        "--heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--num-slots",
+        "20",
+        "--with-output",
+    ];
+    all.extend(arguments);
+    all.push("-o");
+    succeed(os(&all, &path));
+    (folder, path)
+}
+
+const POOLS: [&[&str]; 6] = [
+    &[],
+    &["--pool-layout", "paged-nhd", "--page-size", "4"],
+    &[
+        "--pool-layout",
+        "hnd",
+        "--page-size",
+        "8",
+        "--dtype",
+        "f32",
+        "--pool-dtype",
+        "f16",
+    ],
+    &[
+        "--pool-dtype",
+        "e4m3fn",
+        "--k-descale",
+        "0.05",
+        "--v-descale",
+        "0.1,0.2",
+    ],
+    &[
+        "--pool-layout",
+        "hnd",
+        "--page-size",
+        "5",
+        "--pool-dtype",
+        "e5m2",
+        "--k-descale",
+        "0.5",
+        "--v-descale",
+        "2",
+        "--value-scale",
+        "0.612",
+    ],
+    &["--reserved-slot", "3", "--pool-dtype", "f32"],
+];
+
+#[test]
+fn pools_are_written_back_and_verified() {
+    for arguments in POOLS {
+        let (folder, path) = pool_file(arguments);
+        let input = File::read(&path);
+        let output = folder.path().join("out.safetensors");
+        let text = succeed([
+            "run".as_ref(),
+            path.as_os_str(),
+            "--backend".as_ref(),
+            "cpu".as_ref(),
+            "--verify".as_ref(),
+            "--json".as_ref(),
+            "-o".as_ref(),
+            output.as_os_str(),
+        ]);
+        let report: Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(report["verify"]["within_contract"], true, "{text}");
+        for name in ["k_pool_out", "v_pool_out"] {
+            assert_eq!(report["verify"][name]["differing"], 0, "{text}");
+        }
+        let written = File::read(&output);
+        for (result, expected) in [("k_pool", "k_pool_out"), ("v_pool", "v_pool_out")] {
+            assert!(
+                written.bytes(result) == input.bytes(expected),
+                "{arguments:?}"
+            );
+            // Rows were written, and there are more slots than tokens.
+            let before = input.bytes(result);
+            assert!(written.bytes(result) != before);
+            let untouched = written
+                .bytes(result)
+                .iter()
+                .filter(|byte| **byte == 0x2a)
+                .count();
+            assert!(untouched > before.len() / 2, "{arguments:?}");
+        }
+        // The result is a pool that the next step can take.
+        for key in ["layout", "page_size", "num_kv_heads"] {
+            assert!(written.header["__metadata__"][key].is_string(), "{key}");
+        }
+    }
+}
+
+#[test]
+fn a_wrong_pool_is_noticed() {
+    for tensor in ["k_pool_out", "v_pool_out"] {
+        // A byte of every row of the tensor: written ones and untouched ones.
+        for at in [0, 20 * 2 * 16 * 2] {
+            let (_folder, path) = pool_file(&[]);
+            let mut file = File::read(&path);
+            let range = file.range(tensor);
+            let data = &mut file.data[range];
+            for row in data[at..].chunks_mut(32) {
+                row[1] ^= 0x40;
+            }
+            file.write(&path);
+            let output = fused_kv(os(&["run", "--backend", "cpu", "--verify"], &path));
+            assert_eq!(output.status.code(), Some(1), "{}", text(&output.stdout));
+            assert!(text(&output.stdout).contains("BEYOND THE CONTRACT"));
+        }
+    }
+}
+
+/// Slots without a pool: one is made, of what the flags say.
+#[test]
+fn a_pool_is_made_where_the_file_has_none() {
+    let (folder, path) = pool_file(&[]);
+    let mut file = File::read(&path);
+    for tensor in ["k_pool", "v_pool", "k_pool_out", "v_pool_out"] {
+        file.remove(tensor);
+    }
+    file.write(&path);
+    let output = folder.path().join("out.safetensors");
+    let run = |flags: &[&str]| {
+        let mut arguments = vec!["run", "--backend", "cpu"];
+        arguments.extend(flags);
+        let mut arguments: Vec<_> = os(&arguments, &path);
+        arguments.extend(["-o".as_ref(), output.as_os_str()]);
+        arguments
+            .iter()
+            .map(|part| part.to_os_string())
+            .collect::<Vec<_>>()
+    };
+    succeed(run(&["--num-slots", "24"]));
+    let made = File::read(&output);
+    assert_eq!(
+        made.header["k_pool"]["shape"],
+        serde_json::json!([2, 24, 2, 16])
+    );
+    let fp8 = [
+        "--pool-dtype",
+        "e4m3fn",
+        "--k-descale",
+        "1",
+        "--v-descale",
+        "1",
+        "--num-slots",
+        "21",
+    ];
+    succeed(run(&fp8));
+    let made = File::read(&output);
+    assert_eq!(made.header["v_pool"]["dtype"], "F8_E4M3");
+    assert_eq!(
+        made.header["v_pool"]["shape"],
+        serde_json::json!([2, 21, 2, 16])
+    );
+    // Exactly what the slots need.
+    succeed(run(&[]));
+
+    let refused = |flags: &[&str], expected: &str| {
+        let error = fail(run(flags));
+        assert!(error.contains(expected), "{error}");
+    };
+    refused(&["--pool-dtype", "e5m2"], "Missing k_descale");
+    refused(
+        &[
+            "--pool-dtype",
+            "e5m2",
+            "--k-descale",
+            "0",
+            "--v-descale",
+            "1",
+        ],
+        "k_descale[0] is 0",
+    );
+    refused(&["--k-descale", "1"], "Unexpected k_descale");
+    refused(&["--page-size", "4"], "contradicts");
+    refused(&["--pool-layout", "hnd"], "contradicts");
+    refused(&["--num-slots", "3"], "Slot out of range");
+    refused(&["--verify"], "k_pool_out or v_pool_out");
+}
+
+#[test]
+fn pools_that_do_not_fit_are_refused() {
+    let refused = |change: &dyn Fn(&mut File), expected: &str| {
+        let (_folder, path) = pool_file(&["--pool-layout", "paged-nhd", "--page-size", "4"]);
+        let mut file = File::read(&path);
+        change(&mut file);
+        file.write(&path);
+        let error = fail(os(&["run", "--backend", "cpu"], &path));
+        assert!(error.contains(expected), "{error}");
+    };
+    refused(&|file| file.remove("slots"), "tensor slots is missing");
+    refused(
+        &|file| file.remove("v_pool"),
+        "got no v_pool, expected k_pool and v_pool together",
+    );
+    refused(
+        &|file| {
+            file.remove("slots");
+            file.add("slots", "I64", &[6], &[0; 48]);
+        },
+        "Invalid slots shape for fused KV materialization: got (6,), expected (7,)",
+    );
+    refused(
+        &|file| {
+            file.remove("k_pool");
+            file.add(
+                "k_pool",
+                "BF16",
+                &[2, 5, 4, 2, 8],
+                &[0; 2 * 5 * 4 * 2 * 8 * 2],
+            );
+        },
+        "Invalid k_pool shape for fused KV materialization: got (2, 5, 4, 2, 8), expected \
+         (2, 5, 4, 2, 16)",
+    );
+    refused(
+        &|file| {
+            file.remove("k_pool");
+            file.add("k_pool", "BF16", &[2, 20, 2, 16], &[0; 2 * 20 * 2 * 16 * 2]);
+        },
+        "Invalid k_pool rank for fused KV materialization: got 4 dimensions with shape \
+         (2, 20, 2, 16), expected 5 dimensions",
+    );
+    refused(
+        &|file| file.add("k_descale", "F32", &[3], &[0; 12]),
+        "Invalid k_descale shape for fused KV materialization: got (3,), expected (2,)",
+    );
+    refused(
+        &|file| file.add("k_descale", "F16", &[2], &[0; 4]),
+        "Invalid k_descale dtype",
+    );
+    refused(
+        &|file| file.header["__metadata__"]["layout"] = "diagonal".into(),
+        "expected nhd, paged-nhd or hnd",
+    );
+    refused(
+        &|file| file.header["__metadata__"]["page_size"] = "16".into(),
+        "metadata page_size 16 contradicts the pool's page size=4",
+    );
+    refused(
+        &|file| {
+            let metadata = file.header["__metadata__"]
+                .as_object_mut()
+                .expect("metadata");
+            metadata.remove("layout");
+        },
+        "metadata layout is missing",
+    );
+    // Flags of a pool, and a file without slots.
+    let error = fail(os(&["run", "--page-size", "4"], &golden("tiny")));
+    assert!(error.contains("has no slots"), "{error}");
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("x.safetensors");
+    for (flag, expected) in [
+        ("--page-size=4", "--page-size needs --num-slots"),
+        ("--num-slots=2", "no slot for each of 3 tokens"),
+    ] {
+        let error = fail(os(&["synth", "--tokens", "3", flag, "-o"], &path));
+        assert!(error.contains(expected), "{error}");
+    }
+    assert!(!path.exists());
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn pools_on_cuda() {
+    if fused_kv_tests::gpu::Gpu::get().is_none() {
+        return;
+    }
+    for arguments in POOLS {
+        let (_folder, path) = pool_file(arguments);
+        let report = succeed(os(
+            &["run", "--backend", "cuda", "--verify", "--json"],
+            &path,
+        ));
+        let report: Value = serde_json::from_str(&report).expect("JSON");
+        for name in ["k_pool_out", "v_pool_out"] {
+            assert_eq!(report["verify"][name]["differing"], 0, "{report}");
+        }
+    }
 }

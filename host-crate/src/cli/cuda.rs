@@ -4,12 +4,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use fused_kv::cuda::{self, Context, CudaError, DeviceMemory};
-use fused_kv::{Device, Output, Outputs, Plan, TensorView, TensorViewMut};
+use fused_kv::{DType, Device, Output, Outputs, Plan, TensorView, TensorViewMut};
 
 use super::CliError;
 use super::info;
-use super::run::{Job, Ran, timed};
-use crate::io::HostTensor;
+use super::run::{Job, Ran, Target, timed};
 
 /// Whether this device can be used.
 pub(crate) fn available(device: u32) -> bool {
@@ -32,12 +31,14 @@ fn strides(shape: &[usize]) -> Vec<isize> {
     strides
 }
 
-/// Runs on a CUDA device into `k` and `v`; gives the time of each run, launch to completion.
+/// A tensor that is written: name, dtype, shape, memory.
+type Written = (&'static str, DType, Vec<usize>, DeviceMemory);
+
+/// Runs on a CUDA device; gives the time of each run, launch to completion.
 pub(crate) fn run(
     path: &Path,
     job: &Job,
-    k: &mut HostTensor,
-    v: &mut HostTensor,
+    target: &mut Target,
     device: u32,
     repeat: u32,
 ) -> Result<(Ran, Vec<Duration>), CliError> {
@@ -51,9 +52,17 @@ pub(crate) fn run(
         .into_iter()
         .map(|(name, tensor)| Ok((name, DeviceMemory::from_bytes(&context, &tensor.bytes)?)))
         .collect::<Result<Vec<_>, CliError>>()?;
-    let [k_memory, v_memory] =
-        [&*k, &*v].map(|output| DeviceMemory::from_bytes(&context, &output.bytes));
-    let (k_memory, v_memory) = (k_memory?, v_memory?);
+    let outputs = target
+        .outputs()
+        .map(|(name, tensor)| {
+            let memory = DeviceMemory::from_bytes(&context, &tensor.bytes)?;
+            Ok((name, tensor.dtype, tensor.shape.clone(), memory))
+        })
+        .collect::<Result<Vec<Written>, CliError>>()?;
+    let slots = match &*target {
+        Target::Dense { .. } => None,
+        Target::Pool(pool) => Some(DeviceMemory::from_bytes(&context, &pool.slots.bytes)?),
+    };
     let inputs = job.inputs(|name, tensor| {
         let address = memory
             .iter()
@@ -76,26 +85,55 @@ pub(crate) fn run(
             source,
         })
     })?;
-    let output = |memory: &DeviceMemory, tensor: &HostTensor| {
+    let output = |(_, dtype, shape, memory): &Written| {
         // SAFETY: the allocation holds exactly this tensor, outlives the plan, and is not touched
         // through anything but this view until the plan is gone.
         unsafe {
             TensorViewMut::from_raw_parts(
                 memory.address(),
                 Device::Cuda(device),
-                tensor.dtype,
-                &tensor.shape,
-                &strides(&tensor.shape),
+                *dtype,
+                shape,
+                &strides(shape),
             )
         }
-        .map(Output::Into)
         .map_err(fail)
     };
-    let outputs = Outputs {
-        k: output(&k_memory, k)?,
-        v: output(&v_memory, v)?,
+    let named = |wanted: &str| {
+        outputs
+            .iter()
+            .find(|(name, ..)| *name == wanted)
+            .map(output)
+            .transpose()
     };
-    let mut plan = Plan::new(job.config, inputs, outputs).map_err(fail)?;
+    let mut plan = match (&*target, &slots) {
+        (Target::Pool(pool), Some(memory)) => {
+            let shape = &pool.slots.shape;
+            // SAFETY: as for the inputs.
+            let slots = unsafe {
+                TensorView::from_raw_parts(
+                    memory.address(),
+                    Device::Cuda(device),
+                    pool.slots.dtype,
+                    shape,
+                    &strides(shape),
+                )
+            }
+            .map_err(fail)?;
+            let pool = pool.target(named("k_pool")?, named("v_pool")?, slots);
+            Plan::paged(job.config, inputs, pool)
+        }
+        _ => {
+            let into =
+                |name| Ok::<_, CliError>(named(name)?.map_or(Output::Allocate, Output::Into));
+            let outputs = Outputs {
+                k: into("k_out")?,
+                v: into("v_out")?,
+            };
+            Plan::new(job.config, inputs, outputs)
+        }
+    }
+    .map_err(fail)?;
     let times = timed(repeat, || {
         let start = Instant::now();
         plan.run().map_err(fail)?;
@@ -103,8 +141,18 @@ pub(crate) fn run(
         Ok(start.elapsed())
     })?;
     drop(plan);
-    k_memory.copy_to(&mut k.bytes)?;
-    v_memory.copy_to(&mut v.bytes)?;
+    let results = match target {
+        Target::Dense { k, v } => vec![("k_out", k), ("v_out", v)],
+        Target::Pool(pool) => [("k_pool", &mut pool.k), ("v_pool", &mut pool.v)]
+            .into_iter()
+            .filter_map(|(name, tensor)| Some((name, tensor.as_mut()?)))
+            .collect(),
+    };
+    for (name, tensor) in results {
+        if let Some((.., memory)) = outputs.iter().find(|(found, ..)| *found == name) {
+            memory.copy_to(&mut tensor.bytes)?;
+        }
+    }
     let device_name = cuda::devices()
         .map_err(fused_kv::Error::from)?
         .into_iter()

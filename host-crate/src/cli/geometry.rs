@@ -83,7 +83,12 @@ impl Display for Named {
     }
 }
 
-fn unknown(file: &InputFile, key: &'static str, found: &str, expected: &'static str) -> CliError {
+pub(super) fn unknown(
+    file: &InputFile,
+    key: &'static str,
+    found: &str,
+    expected: &'static str,
+) -> CliError {
     let found = found.to_owned();
     file.error(FileFault::Metadata {
         key,
@@ -93,7 +98,7 @@ fn unknown(file: &InputFile, key: &'static str, found: &str, expected: &'static 
     .into()
 }
 
-fn parse_number(file: &InputFile, key: &'static str) -> Result<Option<usize>, CliError> {
+pub(super) fn parse_number(file: &InputFile, key: &'static str) -> Result<Option<usize>, CliError> {
     file.metadata(key)
         .map(|text| {
             text.trim()
@@ -103,7 +108,7 @@ fn parse_number(file: &InputFile, key: &'static str) -> Result<Option<usize>, Cl
         .transpose()
 }
 
-fn resolve<T: PartialEq + Display>(
+pub(super) fn resolve<T: PartialEq + Display>(
     path: &Path,
     key: &'static str,
     flag: &'static str,

@@ -2,6 +2,7 @@
 
 mod geometry;
 mod info;
+mod pool;
 mod presets;
 mod progress;
 mod report;
@@ -43,7 +44,7 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Run a job from a safetensors file
-    Run(run::Options),
+    Run(Box<run::Options>),
     /// Make an input file of any geometry
     Synth(Box<synth::Options>),
     /// Show backends, devices and compiled kernels
@@ -111,8 +112,14 @@ enum CliError {
         flag: &'static str,
         given: String,
     },
-    #[error("{}: --verify needs k_out or v_out in the file, it has neither", path.display())]
-    NothingToVerify { path: PathBuf },
+    #[error(
+        "{}: --verify needs {} or {} in the file, it has neither",
+        path.display(), names[0], names[1]
+    )]
+    NothingToVerify {
+        path: PathBuf,
+        names: [&'static str; 2],
+    },
     #[error("{0}")]
     Usage(String),
     #[error(transparent)]

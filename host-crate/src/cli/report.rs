@@ -5,12 +5,12 @@ use std::time::Duration;
 
 /// Rows of a name and a value, aligned.
 #[derive(Debug, Default)]
-pub(crate) struct Table(Vec<(&'static str, String)>);
+pub(crate) struct Table(Vec<(String, String)>);
 
 impl Table {
     /// A row; an empty name continues the row above.
-    pub(crate) fn row(&mut self, name: &'static str, value: impl Into<String>) {
-        self.0.push((name, value.into()));
+    pub(crate) fn row(&mut self, name: impl Into<String>, value: impl Into<String>) {
+        self.0.push((name.into(), value.into()));
     }
 
     /// The table as lines.

@@ -9,6 +9,7 @@ use clap::{Args, ValueEnum};
 use fused_kv::{Config, Inputs, Output, Outputs, Plan, Shape, TensorView};
 use serde::Serialize;
 
+use super::pool::{self, PoolJob};
 use super::progress::Progress;
 use super::report::{self, Table};
 use super::verify::{self, Distance};
@@ -28,9 +29,11 @@ pub(crate) enum Backend {
 
 #[derive(Debug, Args)]
 pub(crate) struct Options {
-    /// Input: kv, k_norm_weight, eps, cos_sin_cache, positions; optional value_scale, k_out, v_out
+    /// Input: kv, k_norm_weight, eps, cos_sin_cache, positions; optional value_scale, k_out,
+    /// v_out. With slots, rows go to a KV pool instead: k_pool and v_pool, or a pool of zeros;
+    /// optional k_descale, v_descale
     file: PathBuf,
-    /// Write k_out and v_out to this safetensors file
+    /// Write k_out and v_out, or k_pool and v_pool, to this safetensors file
     #[arg(short, long, value_name = "OUT.safetensors")]
     output: Option<PathBuf>,
     /// Where to run
@@ -39,7 +42,7 @@ pub(crate) struct Options {
     /// Ordinal of the CUDA device
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
-    /// Compare the result with k_out and v_out of the input file
+    /// Compare the result with k_out and v_out, or k_pool_out and v_pool_out, of the input file
     #[arg(long)]
     verify: bool,
     /// Time this many runs
@@ -50,6 +53,59 @@ pub(crate) struct Options {
     json: bool,
     #[command(flatten)]
     geometry: geometry::Flags,
+    #[command(flatten)]
+    pool: pool::PoolFlags,
+}
+
+/// Where the results of a job go.
+#[derive(Debug)]
+pub(crate) enum Target {
+    /// A workspace.
+    Dense { k: HostTensor, v: HostTensor },
+    /// A KV pool.
+    Pool(PoolJob),
+}
+
+impl Target {
+    /// The tensors that are written, by the names that they have in a file of results.
+    pub(crate) fn outputs(&self) -> impl Iterator<Item = (&'static str, &HostTensor)> {
+        let (dense, pool) = match self {
+            Self::Dense { k, v } => (Some([("k_out", k), ("v_out", v)]), None),
+            Self::Pool(pool) => (None, Some(pool.outputs())),
+        };
+        dense
+            .into_iter()
+            .flatten()
+            .chain(pool.into_iter().flatten())
+    }
+
+    /// What results are called in a file that has them for comparison.
+    pub(crate) fn reference_names(&self) -> [&'static str; 2] {
+        match self {
+            Self::Dense { .. } => ["k_out", "v_out"],
+            Self::Pool(_) => ["k_pool_out", "v_pool_out"],
+        }
+    }
+
+    /// How far K and V are from their references.
+    fn compare(&self, job: &Job, references: [Option<&HostTensor>; 2]) -> [Option<Distance>; 2] {
+        let [k_reference, v_reference] = references;
+        match self {
+            Self::Dense { k, v } => [
+                k_reference.and_then(|reference| verify::k(job, k, reference)),
+                v_reference.and_then(|reference| verify::v(job, v, reference)),
+            ],
+            Self::Pool(pool) => {
+                let compare = |is_k, ours: &Option<HostTensor>, reference: Option<&HostTensor>| {
+                    verify::pool(job, pool, is_k, ours.as_ref()?, reference?)
+                };
+                [
+                    compare(true, &pool.k, k_reference),
+                    compare(false, &pool.v, v_reference),
+                ]
+            }
+        }
+    }
 }
 
 /// The inputs of a job, in host memory.
@@ -143,12 +199,11 @@ impl Job {
         })
     }
 
-    /// Runs on the CPU into `k` and `v`; gives the time of each run.
+    /// Runs on the CPU; gives the time of each run.
     pub(crate) fn run_on_cpu(
         &self,
         path: &Path,
-        k: &mut HostTensor,
-        v: &mut HostTensor,
+        target: &mut Target,
         repeat: u32,
     ) -> Result<Vec<Duration>, CliError> {
         let named = |tensor, source| CliError::Tensor {
@@ -158,15 +213,26 @@ impl Job {
         };
         let inputs =
             self.inputs(|name, tensor| tensor.view().map_err(|source| named(name, source)))?;
-        let outputs = Outputs {
-            k: Output::Into(k.view_mut().map_err(|source| named("k_out", source))?),
-            v: Output::Into(v.view_mut().map_err(|source| named("v_out", source))?),
-        };
         let fail = |source| CliError::Job {
             path: path.to_owned(),
             source,
         };
-        let mut plan = Plan::new(self.config, inputs, outputs).map_err(fail)?;
+        let mut plan = match target {
+            Target::Dense { k, v } => {
+                let outputs = Outputs {
+                    k: Output::Into(k.view_mut().map_err(|source| named("k_out", source))?),
+                    v: Output::Into(v.view_mut().map_err(|source| named("v_out", source))?),
+                };
+                Plan::new(self.config, inputs, outputs).map_err(fail)?
+            }
+            Target::Pool(pool) => {
+                // Out of the pool for the run, so that the rest of it can be read meanwhile.
+                let (mut k, mut v) = (pool.k.take(), pool.v.take());
+                let result = self.run_pool_on_cpu(path, inputs, pool, [&mut k, &mut v], repeat);
+                (pool.k, pool.v) = (k, v);
+                return result;
+            }
+        };
         timed(repeat, || {
             let start = Instant::now();
             plan.run().map_err(fail)?;
@@ -176,12 +242,53 @@ impl Job {
         })
     }
 
-    /// Bytes that one run reads of kv and writes to the outputs.
-    fn bytes(&self, k: &HostTensor, v: &HostTensor) -> u64 {
-        [&self.kv, k, v]
-            .map(|tensor| tensor.bytes.len() as u64)
-            .iter()
-            .sum()
+    fn run_pool_on_cpu(
+        &self,
+        path: &Path,
+        inputs: Inputs<'_>,
+        pool: &PoolJob,
+        [k, v]: [&mut Option<HostTensor>; 2],
+        repeat: u32,
+    ) -> Result<Vec<Duration>, CliError> {
+        let named = |tensor, source| CliError::Tensor {
+            path: path.to_owned(),
+            tensor,
+            source,
+        };
+        let fail = |source| CliError::Job {
+            path: path.to_owned(),
+            source,
+        };
+        let (k, v) = (
+            k.as_mut().map(HostTensor::view_mut),
+            v.as_mut().map(HostTensor::view_mut),
+        );
+        let k = k.transpose().map_err(|source| named("k_pool", source))?;
+        let v = v.transpose().map_err(|source| named("v_pool", source))?;
+        let slots = pool.slots.view().map_err(|source| named("slots", source))?;
+        let target = pool.target(k, v, slots);
+        let mut plan = Plan::paged(self.config, inputs, target).map_err(fail)?;
+        timed(repeat, || {
+            let start = Instant::now();
+            plan.run().map_err(fail)?;
+            let time = start.elapsed();
+            plan.check().map_err(fail)?;
+            Ok(time)
+        })
+    }
+
+    /// Bytes that one run reads of kv and writes to the target.
+    fn bytes(&self, target: &Target) -> u64 {
+        let written = match target {
+            Target::Dense { k, v } => k.bytes.len() + v.bytes.len(),
+            Target::Pool(pool) => {
+                let layers = self.kv.shape.get(1).copied().unwrap_or(0);
+                let row = 2 * self.config.num_kv_heads * self.config.head_dim;
+                let size = pool.k.as_ref().map_or(0, |pool| pool.dtype.size());
+                pool.writers(self).len() * layers * row * size
+            }
+        };
+        (self.kv.bytes.len() + written) as u64
     }
 }
 
@@ -240,18 +347,19 @@ fn cpu() -> Ran {
 fn execute(
     options: &Options,
     job: &Job,
-    k: &mut HostTensor,
-    v: &mut HostTensor,
+    target: &mut Target,
 ) -> Result<(Ran, Vec<Duration>), CliError> {
     let path = &options.file;
     match options.backend {
         Backend::Cpu => {}
         #[cfg(feature = "cuda")]
-        Backend::Cuda => return super::cuda::run(path, job, k, v, options.device, options.repeat),
+        Backend::Cuda => {
+            return super::cuda::run(path, job, target, options.device, options.repeat);
+        }
         #[cfg(feature = "cuda")]
         Backend::Auto => {
             if super::cuda::available(options.device) {
-                return super::cuda::run(path, job, k, v, options.device, options.repeat);
+                return super::cuda::run(path, job, target, options.device, options.repeat);
             }
         }
         #[cfg(not(feature = "cuda"))]
@@ -264,7 +372,7 @@ fn execute(
         #[cfg(not(feature = "cuda"))]
         Backend::Auto => {}
     }
-    Ok((cpu(), job.run_on_cpu(path, k, v, options.repeat)?))
+    Ok((cpu(), job.run_on_cpu(path, target, options.repeat)?))
 }
 
 #[derive(Debug, Serialize)]
@@ -284,10 +392,9 @@ impl From<&HostTensor> for TensorReport {
 
 #[derive(Debug, Serialize)]
 struct Verification {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    k_out: Option<Distance>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    v_out: Option<Distance>,
+    /// By the name of the reference, where the file has one and it can be compared.
+    #[serde(flatten)]
+    distances: BTreeMap<&'static str, Distance>,
     within_contract: bool,
 }
 
@@ -323,7 +430,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
         .map(OutputFile::create)
         .transpose()?;
 
-    const NAMES: [&str; 8] = [
+    const NAMES: [&str; 10] = [
         "kv",
         "k_norm_weight",
         "eps",
@@ -332,16 +439,27 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
         "value_scale",
         "k_out",
         "v_out",
+        "k_pool_out",
+        "v_pool_out",
     ];
-    let total = NAMES.iter().map(|name| file.tensor_len(name)).sum();
+    let all = NAMES.iter().chain(&pool::NAMES);
+    let total = all.map(|name| file.tensor_len(name)).sum();
     let progress = Progress::bytes("reading", total);
     let watch = |bytes| progress.advance(bytes);
     let job = Job::read(config, &mut file, &watch)?;
-    let k_reference = file.optional("k_out", &watch)?;
-    let v_reference = file.optional("v_out", &watch)?;
+    let pool = PoolJob::read(&options.pool, path, &mut file, &job, &watch)?;
+    let names = match pool {
+        None => ["k_out", "v_out"],
+        Some(_) => ["k_pool_out", "v_pool_out"],
+    };
+    let k_reference = file.optional(names[0], &watch)?;
+    let v_reference = file.optional(names[1], &watch)?;
     drop(progress);
     if options.verify && k_reference.is_none() && v_reference.is_none() {
-        return Err(CliError::NothingToVerify { path: path.clone() });
+        return Err(CliError::NothingToVerify {
+            path: path.clone(),
+            names,
+        });
     }
 
     // Outputs that the file brings along are taken at their word: the plan checks their shape and
@@ -350,45 +468,55 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
         Some(reference) => Ok(HostTensor::zeros(reference.dtype, &reference.shape)?),
         None => job.output(),
     };
-    let mut k = destination_like(&k_reference)?;
-    let mut v = destination_like(&v_reference)?;
-    let (ran, mut times) = execute(options, &job, &mut k, &mut v)?;
+    let mut target = match pool {
+        None => Target::Dense {
+            k: destination_like(&k_reference)?,
+            v: destination_like(&v_reference)?,
+        },
+        Some(pool) => Target::Pool(pool),
+    };
+    let (ran, mut times) = execute(options, &job, &mut target)?;
     times.sort_unstable();
 
     let verify = options.verify.then(|| {
-        let k_out = k_reference
-            .as_ref()
-            .and_then(|reference| verify::k(&job, &k, reference));
-        let v_out = v_reference
-            .as_ref()
-            .and_then(|reference| verify::v(&job, &v, reference));
-        let compared =
-            k_out.is_some() == k_reference.is_some() && v_out.is_some() == v_reference.is_some();
+        let references = [k_reference.as_ref(), v_reference.as_ref()];
+        let distances = target.compare(&job, references);
+        let compared = distances
+            .iter()
+            .zip(references)
+            .all(|(distance, reference)| distance.is_some() == reference.is_some());
+        let within = distances.iter().flatten().all(Distance::within_contract);
         Verification {
-            k_out,
-            v_out,
-            within_contract: compared
-                && [k_out, v_out]
-                    .iter()
-                    .flatten()
-                    .all(Distance::within_contract),
+            distances: names
+                .into_iter()
+                .zip(distances)
+                .filter_map(|(name, distance)| Some((name, distance?)))
+                .collect(),
+            within_contract: compared && within,
         }
     });
 
     if let Some(mut destination) = destination {
-        let progress = Progress::bytes("writing", (k.bytes.len() + v.bytes.len()) as u64);
-        let mut metadata = geometry::metadata(&job.config);
+        let tensors: Vec<_> = target.outputs().collect();
+        let total = tensors
+            .iter()
+            .map(|(_, tensor)| tensor.bytes.len())
+            .sum::<usize>();
+        let progress = Progress::bytes("writing", total as u64);
+        let mut metadata = match &target {
+            Target::Dense { .. } => geometry::metadata(&job.config),
+            Target::Pool(pool) => pool.metadata(&job),
+        };
         if let Some(case) = file.metadata("case") {
             metadata.insert("case".to_owned(), case.to_owned());
         }
-        let tensors = [("k_out", &k), ("v_out", &v)];
         destination.write(&tensors, &metadata, &|bytes| progress.advance(bytes))?;
         destination.commit()?;
     }
 
     let best = times.first().copied().unwrap_or_default();
     let median = times.get(times.len() / 2).copied().unwrap_or_default();
-    let bytes = job.bytes(&k, &v);
+    let bytes = job.bytes(&target);
     let rate = match median.as_secs_f64() {
         0.0 => 0.0,
         seconds => bytes as f64 / seconds,
@@ -400,8 +528,10 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
             .into_iter()
             .map(|(name, tensor)| (name, tensor.into()))
             .collect();
-        tensors.insert("k_out", (&k).into());
-        tensors.insert("v_out", (&v).into());
+        tensors.extend(target.outputs().map(|(name, tensor)| (name, tensor.into())));
+        if let Target::Pool(pool) = &target {
+            tensors.insert("slots", (&pool.slots).into());
+        }
         print_json(&Report {
             file: path.display().to_string(),
             case: file.metadata("case").map(str::to_owned),
@@ -434,7 +564,13 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
                 job.cos_sin_cache.dtype
             ),
         );
-        table.row("k_out, v_out", k.describe());
+        let outputs: Vec<_> = target.outputs().collect();
+        if let [(k_name, k), (v_name, _)] = outputs[..] {
+            table.row(format!("{k_name}, {v_name}"), k.describe());
+        }
+        if let Target::Pool(pool) = &target {
+            table.row("slots", pool.slots.describe());
+        }
         table.row("backend", ran.to_string());
         table.row(
             "time",
@@ -457,8 +593,10 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
             ),
         );
         if let Some(verify) = &verify {
-            table.row("verify k_out", describe(verify.k_out.as_ref()));
-            table.row("verify v_out", describe(verify.v_out.as_ref()));
+            for name in names {
+                let distance = verify.distances.get(name);
+                table.row(format!("verify {name}"), describe(distance));
+            }
             table.row(
                 "verdict",
                 if verify.within_contract {

@@ -16,8 +16,8 @@ use serde::Serialize;
 use super::presets::{self, Preset};
 use super::progress::Progress;
 use super::report::Table;
-use super::run::Job;
-use super::{CliError, Style, geometry, print, print_json, report};
+use super::run::{Job, Target};
+use super::{CliError, Style, geometry, pool, print, print_json, report};
 use crate::io::{HostTensor, OutputFile};
 
 /// Element type of kv, weights and table.
@@ -107,17 +107,22 @@ pub(crate) struct Options {
     /// Seed: the same seed and geometry give the same file
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Also write k_out and v_out, computed by the CPU backend
+    /// Also write the result, computed by the CPU backend: k_out and v_out, or k_pool_out and
+    /// v_pool_out
     #[arg(long)]
     with_output: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// With --num-slots the file gets a pool and a random slot for each token
+    #[command(flatten)]
+    pool: pool::PoolFlags,
 }
 
 /// Random streams, so that no tensor depends on the size of another.
 #[derive(Clone, Copy)]
 enum Stream {
+    Slots = 0,
     Weights = 1,
     Positions = 2,
     /// Rows of kv follow, one stream each.
@@ -145,7 +150,7 @@ fn normal(random: &mut ChaCha8Rng) -> f64 {
     StandardNormal.sample(random)
 }
 
-fn floats(values: &[f32]) -> HostTensor {
+pub(super) fn floats(values: &[f32]) -> HostTensor {
     HostTensor {
         dtype: DType::F32,
         shape: vec![values.len()],
@@ -157,7 +162,7 @@ fn floats(values: &[f32]) -> HostTensor {
 }
 
 /// One value for each of `layers`, from one for all or one for each.
-fn per_layer(flag: &str, given: &[f32], layers: usize) -> Result<Vec<f32>, CliError> {
+pub(super) fn per_layer(flag: &str, given: &[f32], layers: usize) -> Result<Vec<f32>, CliError> {
     if let Some(value) = given.iter().find(|value| !value.is_finite()) {
         return Err(CliError::Usage(format!("{flag} {value} is not finite")));
     }
@@ -347,30 +352,44 @@ struct Report {
 pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
     let mut destination = OutputFile::create(&options.output)?;
     let job = generate(options)?;
-    let outputs = if options.with_output {
-        let (mut k, mut v) = (job.output()?, job.output()?);
-        job.run_on_cpu(&options.output, &mut k, &mut v, 1)?;
-        Some([("k_out", k), ("v_out", v)])
-    } else {
-        None
-    };
-    let mut tensors = job.tensors();
-    tensors.extend(
-        outputs
-            .iter()
-            .flatten()
-            .map(|(name, tensor)| (*name, tensor)),
-    );
+    let mut slots = stream(options.seed, Stream::Slots, 0);
+    let pool = options.pool.generate(&job, || slots.next_u64())?;
+    let mut tensors: Vec<(&'static str, HostTensor)> = job
+        .tensors()
+        .into_iter()
+        .map(|(name, tensor)| (name, tensor.clone()))
+        .collect();
+    let mut metadata = geometry::metadata(&job.config);
+    if let Some(pool) = &pool {
+        tensors.extend(pool.tensors());
+        metadata = pool.metadata(&job);
+    }
+    if options.with_output {
+        let mut target = match pool {
+            None => Target::Dense {
+                k: job.output()?,
+                v: job.output()?,
+            },
+            Some(pool) => Target::Pool(pool),
+        };
+        job.run_on_cpu(&options.output, &mut target, 1)?;
+        let names = target.reference_names();
+        let results = target.outputs().map(|(_, tensor)| tensor.clone());
+        tensors.extend(names.into_iter().zip(results));
+    }
     // Wide elements first: each tensor then starts at a multiple of its element size.
     tensors.sort_by_key(|(_, tensor)| std::cmp::Reverse(tensor.dtype.size()));
 
-    let mut metadata = geometry::metadata(&job.config);
     metadata.insert("case".to_owned(), format!("synth seed {}", options.seed));
     let bytes = tensors
         .iter()
         .map(|(_, tensor)| tensor.bytes.len() as u64)
         .sum();
     let progress = Progress::bytes("writing", bytes);
+    let tensors: Vec<(&'static str, &HostTensor)> = tensors
+        .iter()
+        .map(|(name, tensor)| (*name, tensor))
+        .collect();
     destination.write(&tensors, &metadata, &|bytes| progress.advance(bytes))?;
     destination.commit()?;
     drop(progress);

@@ -7,6 +7,7 @@ use fused_kv::{DType, NormWeight, RopeStyle};
 use rayon::prelude::*;
 use serde::Serialize;
 
+use super::pool::{PoolJob, index};
 use super::run::Job;
 use crate::io::HostTensor;
 
@@ -218,73 +219,198 @@ fn by_row(
         .reduce(Distance::default, Distance::merge)
 }
 
+/// What the bound of K is computed from: the types of a job's inputs.
+struct Bounds<'j> {
+    job: &'j Job,
+    kv: Format,
+    weight: Format,
+    eps: Format,
+    table: Format,
+    layers: usize,
+    width: usize,
+}
+
+impl<'j> Bounds<'j> {
+    fn new(job: &'j Job) -> Option<Self> {
+        let &[_, layers, width] = job.kv.shape.as_slice() else {
+            return None;
+        };
+        Some(Self {
+            job,
+            kv: Format::of(job.kv.dtype)?,
+            weight: Format::of(job.k_norm_weight.dtype)?,
+            eps: Format::of(job.eps.dtype)?,
+            table: Format::of(job.cos_sin_cache.dtype)?,
+            layers,
+            width,
+        })
+    }
+
+    /// `|first * cos| + |second * sin|` of each element of a row of K (its own magnitude where it
+    /// is not rotated); `None` for a token whose position is not in the table.
+    fn row(&self, layer: usize, token: usize, head: usize) -> Option<Vec<f64>> {
+        let job = self.job;
+        let head_dim = job.config.head_dim;
+        let half = job.config.rotary_dim / 2;
+        let table_rows = *job.cos_sin_cache.shape.first()?;
+        let position = usize::try_from(index(&job.positions, token)?).ok()?;
+        if position >= table_rows {
+            return None;
+        }
+        let start = (token * self.layers + layer) * self.width + head * head_dim;
+        let mut normed: Vec<f64> = (0..head_dim)
+            .map(|i| self.kv.get(&job.kv.bytes, start + i))
+            .collect();
+        let mean = normed.iter().map(|x| x * x).sum::<f64>() / head_dim as f64;
+        let inv = 1.0 / (mean + self.eps.get(&job.eps.bytes, layer)).sqrt();
+        for (i, x) in normed.iter_mut().enumerate() {
+            let w = self
+                .weight
+                .get(&job.k_norm_weight.bytes, layer * head_dim + i);
+            *x *= inv
+                * match job.config.norm_weight {
+                    NormWeight::Plain => w,
+                    NormWeight::Offset => 1.0 + w,
+                };
+        }
+        let mut bound: Vec<f64> = normed.iter().map(|n| n.abs()).collect();
+        for i in 0..half {
+            let (first, second) = match job.config.rope_style {
+                RopeStyle::Neox => (i, i + half),
+                RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+            };
+            let angle = position * 2 * half + i;
+            let cos = self.table.get(&job.cos_sin_cache.bytes, angle).abs();
+            let sin = self.table.get(&job.cos_sin_cache.bytes, angle + half).abs();
+            let (a, b) = (normed[first].abs(), normed[second].abs());
+            bound[first] = a * cos + b * sin;
+            bound[second] = b * cos + a * sin;
+        }
+        Some(bound)
+    }
+}
+
 /// K against a reference: each element within one unit in the last place of the output type plus
 /// [`ARITHMETIC_BOUND`] times `|first * cos| + |second * sin|` (for elements that are not
 /// rotated, times their own magnitude). `None` when shapes or dtypes do not fit each other.
 pub(crate) fn k(job: &Job, ours: &HostTensor, theirs: &HostTensor) -> Option<Distance> {
     let (format, fits) = outputs(ours, theirs)?;
-    let [kv, weight, table] =
-        [&job.kv, &job.k_norm_weight, &job.cos_sin_cache].map(|tensor| Format::of(tensor.dtype));
-    let (kv, weight, table, eps) = (kv?, weight?, table?, Format::of(job.eps.dtype)?);
-    let &[tokens, layers, width] = job.kv.shape.as_slice() else {
-        return None;
-    };
-    let head_dim = job.config.head_dim;
-    let half = job.config.rotary_dim / 2;
-    let table_rows = *job.cos_sin_cache.shape.first()?;
-    if !fits || ours.shape.first() != Some(&layers) || ours.shape.get(1) != Some(&tokens) {
+    let bounds = Bounds::new(job)?;
+    let (tokens, layers) = (job.kv.shape.first(), job.kv.shape.get(1));
+    if !fits || ours.shape.first() != layers || ours.shape.get(1) != tokens {
         return None;
     }
     Some(by_row(
-        head_dim,
+        job.config.head_dim,
         format,
         ours,
         theirs,
         |[layer, token, head], ours, theirs| {
-            let start = (token * layers + layer) * width + head * head_dim;
-            let mut normed: Vec<f64> = (0..head_dim)
-                .map(|i| kv.get(&job.kv.bytes, start + i))
-                .collect();
-            let mean = normed.iter().map(|x| x * x).sum::<f64>() / head_dim as f64;
-            let inv = 1.0 / (mean + eps.get(&job.eps.bytes, layer)).sqrt();
-            for (i, x) in normed.iter_mut().enumerate() {
-                let w = weight.get(&job.k_norm_weight.bytes, layer * head_dim + i);
-                *x *= inv
-                    * match job.config.norm_weight {
-                        NormWeight::Plain => w,
-                        NormWeight::Offset => 1.0 + w,
-                    };
-            }
-            let mut bound: Vec<f64> = normed.iter().map(|n| n.abs()).collect();
-            let Some(position) =
-                position(&job.positions, token).filter(|&position| position < table_rows)
-            else {
+            let Some(bound) = bounds.row(layer, token, head) else {
                 // The job was refused for this position; nothing to compare.
                 return Distance::default();
             };
-            for i in 0..half {
-                let (first, second) = match job.config.rope_style {
-                    RopeStyle::Neox => (i, i + half),
-                    RopeStyle::Interleaved => (2 * i, 2 * i + 1),
-                };
-                let angle = position * 2 * half + i;
-                let cos = table.get(&job.cos_sin_cache.bytes, angle).abs();
-                let sin = table.get(&job.cos_sin_cache.bytes, angle + half).abs();
-                let (a, b) = (normed[first].abs(), normed[second].abs());
-                bound[first] = a * cos + b * sin;
-                bound[second] = b * cos + a * sin;
-            }
-            bound
+            let allowances = bound
                 .iter()
-                .enumerate()
-                .map(|(i, bound)| {
-                    let (ours, theirs) = (format.bits(ours, i), format.bits(theirs, i));
-                    let more = ARITHMETIC_BOUND * bound;
-                    compare(format, ours, theirs, Allowance::OneUlpAnd(more))
-                })
-                .fold(Distance::default(), Distance::merge)
+                .map(|bound| Allowance::OneUlpAnd(ARITHMETIC_BOUND * bound));
+            compare_row(format, ours, theirs, allowances)
         },
     ))
+}
+
+/// Element after element of two rows.
+fn compare_row(
+    format: Format,
+    ours: &[u8],
+    theirs: &[u8],
+    allowances: impl Iterator<Item = Allowance>,
+) -> Distance {
+    allowances
+        .enumerate()
+        .map(|(i, allowance)| {
+            compare(
+                format,
+                format.bits(ours, i),
+                format.bits(theirs, i),
+                allowance,
+            )
+        })
+        .fold(Distance::default(), Distance::merge)
+}
+
+/// One half of a pool against a reference of the whole half: rows that the job wrote as [`k`] and
+/// [`v`] have it, with the bound of K divided as K is; every other byte is the same. `None` when
+/// shapes or dtypes do not fit each other.
+pub(crate) fn pool(
+    job: &Job,
+    pool: &PoolJob,
+    is_k: bool,
+    ours: &HostTensor,
+    theirs: &HostTensor,
+) -> Option<Distance> {
+    let (format, fits) = outputs(ours, theirs)?;
+    let bounds = Bounds::new(job)?;
+    if !fits {
+        return None;
+    }
+    let (heads, head_dim) = (job.config.num_kv_heads, job.config.head_dim);
+    let writers = pool.writers(job);
+    let copied = job.value_scale.is_none() && ours.dtype == job.kv.dtype;
+    let rows: Vec<(usize, [usize; 3])> = writers
+        .iter()
+        .flat_map(|(&slot, &token)| {
+            (0..bounds.layers)
+                .flat_map(move |layer| (0..heads).map(move |head| (slot, [layer, token, head])))
+        })
+        .map(|(slot, row)| (pool.row(ours, row[0], slot, row[2]), row))
+        .collect();
+    let bytes = |tensor: &HostTensor, first: usize| -> std::ops::Range<usize> {
+        let size = tensor.dtype.size();
+        first * size..(first + head_dim) * size
+    };
+    let written = rows
+        .par_iter()
+        .map(|&(first, [layer, token, head])| {
+            let descale = pool
+                .k_descale
+                .as_deref()
+                .map_or(1.0, |k| f64::from(k[layer]));
+            let bound = match is_k {
+                true => bounds.row(layer, token, head).unwrap_or_default(),
+                false => vec![0.0; head_dim],
+            };
+            let allowances = bound.into_iter().map(|bound| match (is_k, copied) {
+                (false, true) => Allowance::Bits,
+                _ => Allowance::OneUlpAnd(ARITHMETIC_BOUND * bound / descale),
+            });
+            let range = bytes(ours, first);
+            compare_row(
+                format,
+                &ours.bytes[range.clone()],
+                &theirs.bytes[range],
+                allowances,
+            )
+        })
+        .reduce(Distance::default, Distance::merge);
+    // With those rows made the same, nothing else differs.
+    let mut rest = theirs.bytes.clone();
+    for &(first, _) in &rows {
+        let range = bytes(ours, first);
+        rest[range.clone()].copy_from_slice(&ours.bytes[range]);
+    }
+    let size = format.size;
+    let untouched = ours
+        .bytes
+        .par_chunks_exact(size)
+        .zip(rest.par_chunks_exact(size))
+        .filter(|(ours, theirs)| ours != theirs)
+        .count() as u64;
+    Some(Distance {
+        elements: (ours.bytes.len() / size) as u64,
+        differing: written.differing + untouched,
+        beyond_contract: written.beyond_contract + untouched,
+        ..written
+    })
 }
 
 /// V against a reference: bit for bit where it is copied, one unit in the last place where it is
@@ -298,16 +424,12 @@ pub(crate) fn v(job: &Job, ours: &HostTensor, theirs: &HostTensor) -> Option<Dis
     let head_dim = job.config.head_dim;
     fits.then(|| {
         by_row(head_dim, format, ours, theirs, |_, ours, theirs| {
-            (0..head_dim)
-                .map(|i| {
-                    compare(
-                        format,
-                        format.bits(ours, i),
-                        format.bits(theirs, i),
-                        allowance,
-                    )
-                })
-                .fold(Distance::default(), Distance::merge)
+            compare_row(
+                format,
+                ours,
+                theirs,
+                std::iter::repeat_n(allowance, head_dim),
+            )
         })
     })
 }
@@ -318,16 +440,6 @@ fn outputs(ours: &HostTensor, theirs: &HostTensor) -> Option<(Format, bool)> {
         format,
         ours.dtype == theirs.dtype && ours.shape == theirs.shape,
     ))
-}
-
-fn position(positions: &HostTensor, token: usize) -> Option<usize> {
-    let size = positions.dtype.size();
-    let bytes = positions.bytes.get(token * size..(token + 1) * size)?;
-    match positions.dtype {
-        DType::I32 => i32::from_le_bytes(bytes.try_into().ok()?).try_into().ok(),
-        DType::I64 => i64::from_le_bytes(bytes.try_into().ok()?).try_into().ok(),
-        _ => None,
-    }
 }
 
 #[cfg(test)]
