@@ -34,6 +34,11 @@ pub enum Command {
     PtxCompare(PtxCompare),
     /// Look for what the roads to PTX need, and tell how to mend what is missing
     Doctor(Doctor),
+    /// Measure on a GPU and make the report: a table, JSON, and one HTML page
+    ///
+    /// Without --json this machine needs an NVIDIA GPU. Figures from another machine come from
+    /// `run.sh bench` of the GPU bundle.
+    Bench(Bench),
     /// Run all checks: format, tests, clippy, documentation, the committed PTX
     Ci(Ci),
     /// Make a stand-in for a CUDA toolkit, enough to link the feature `cuda`
@@ -72,6 +77,30 @@ pub struct GpuBundle {
     /// Folder to write [default: target/gpu-bundle]
     #[arg(long)]
     pub out: Option<PathBuf>,
+}
+
+/// `bench`.
+#[derive(Debug, Args)]
+pub struct Bench {
+    /// Figures to make the report from instead of measuring: files, or the folder that `run.sh
+    /// bench` filled
+    #[arg(long, num_args = 1.., value_name = "PATH")]
+    pub json: Vec<PathBuf>,
+    /// The peers' figures, where they are not among those of --json
+    #[arg(long, num_args = 1.., value_name = "FILE")]
+    pub peers: Vec<PathBuf>,
+    /// Folder for report.json and report.html [default: target/bench]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Measure sglang too: its fused_kv_materialize.py, or a checkout
+    #[arg(long, value_name = "PATH", conflicts_with = "json")]
+    pub sglang: Option<PathBuf>,
+    /// Measure FlagGems too: its fused_norm_rope_stacked.py, or a checkout
+    #[arg(long, value_name = "PATH", conflicts_with = "json")]
+    pub flaggems: Option<PathBuf>,
+    /// Measure tokenspeed too: its _dflash_fused_kv.py, or a checkout
+    #[arg(long, value_name = "PATH", conflicts_with = "json")]
+    pub tokenspeed: Option<PathBuf>,
 }
 
 /// `ptx-report`.

@@ -23,32 +23,14 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
         Some(out) => std::env::current_dir()?.join(out),
         None => project.target.join("gpu-bundle"),
     };
-    let stub = stub_cuda::make(project)?;
-    let cargo = |arguments: &[&str]| {
-        let mut command = project.cargo();
-        command
-            .args(arguments)
-            .args(["--release", "--features", FEATURES])
-            .args(PACKAGES.iter().flat_map(|package| ["--package", package]))
-            .env("CUDA_LIBRARY_PATH", &stub);
-        command
-    };
     let tests = executables(
-        &mut cargo(&["test", "--no-run", "--lib", "--bins", "--tests"]),
+        &mut cargo(project, &["test", "--no-run", "--lib", "--bins", "--tests"])?,
         true,
     )?;
-    let programs = executables(&mut cargo(&["build", "--bins"]), false)?;
-    if !programs.iter().any(|program| program.name == "fused-kv") {
-        bail!("the program fused-kv was not built");
-    }
-    let examples = executables(&mut cargo(&["build", "--examples"]), false)?;
-
-    clear(&out)?;
+    let examples = executables(&mut cargo(project, &["build", "--examples"])?, false)?;
+    let programs = programs(project, &out)?;
     for test in &tests {
         copy(&test.path, &out.join("tests").join(&test.name))?;
-    }
-    for program in &programs {
-        copy(&program.path, &out.join("bin").join(&program.name))?;
     }
     for example in &examples {
         copy(&example.path, &out.join("examples").join(&example.name))?;
@@ -59,7 +41,29 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
     } else {
         println!("{}: missing, the bundle has no data", project.show(&data));
     }
-    copy_tree(&project.root.join("tests/peers"), &out.join("peers"))?;
+    println!(
+        "{}: {} test binaries, {programs} programs, {} examples, {:.1} MB; on the GPU machine: \
+         bash run.sh [--help]",
+        project.show(&out),
+        tests.len(),
+        examples.len(),
+        size(&out)? as f64 / 1e6
+    );
+    Ok(())
+}
+
+/// Fills the folder with all but the tests and their data, and returns the number of programs.
+pub fn programs(project: &Project, out: &Path) -> Result<usize> {
+    let programs = executables(&mut cargo(project, &["build", "--bins"])?, false)?;
+    if !programs.iter().any(|program| program.name == "fused-kv") {
+        bail!("the program fused-kv was not built");
+    }
+    clear(out)?;
+    for program in &programs {
+        copy(&program.path, &out.join("bin").join(&program.name))?;
+    }
+    let peers = project.root.join("tests/peers/peers.py");
+    copy(&peers, &out.join("peers/peers.py"))?;
     copy_tree(&project.root.join("host-crate/ptx"), &out.join("ptx/llvm"))?;
     let rust_cuda = project.target.join("ptx/rust-cuda");
     if rust_cuda.is_dir() {
@@ -68,17 +72,18 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
     let script = out.join("run.sh");
     project::write(&script, RUN_SH)?;
     make_executable(&script)?;
+    Ok(programs.len())
+}
 
-    println!(
-        "{}: {} test binaries, {} programs, {} examples, {:.1} MB; on the GPU machine: \
-         bash run.sh [--help]",
-        project.show(&out),
-        tests.len(),
-        programs.len(),
-        examples.len(),
-        size(&out)? as f64 / 1e6
-    );
-    Ok(())
+/// Cargo, building the bundle's packages for a GPU, on a machine without CUDA too.
+fn cargo(project: &Project, arguments: &[&str]) -> Result<Command> {
+    let mut command = project.cargo();
+    command
+        .args(arguments)
+        .args(["--release", "--features", FEATURES])
+        .args(PACKAGES.iter().flat_map(|package| ["--package", package]))
+        .env("CUDA_LIBRARY_PATH", stub_cuda::make(project)?);
+    Ok(command)
 }
 
 /// A program that cargo built.

@@ -2,6 +2,7 @@
 //!
 //! One module a command; the command lines of all of them are in [`flags`].
 
+mod bench;
 mod build_ptx;
 mod ci;
 mod doctor;
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
         Command::PtxReport(flags) => ptx_report::run(&project, &flags),
         Command::PtxCompare(flags) => ptx_compare::run(&project, &flags),
         Command::Doctor(flags) => doctor::run(&project, &flags),
+        Command::Bench(flags) => bench::run(&project, &flags),
         Command::Ci(flags) => ci::run(&project, &flags),
         Command::StubCuda => stub_cuda::run(&project),
     };

@@ -11,7 +11,7 @@
 #                                       all measurements, and those of the peers whose file or
 #                                       checkout is given (needs python3 with torch and triton);
 #                                       JSON in DIR (default: results), for `cargo xtask bench`
-#   run.sh bench dense|pool|load [ARGUMENT...]
+#   run.sh bench dense|load [ARGUMENT...]
 #                                       one of them (run.sh bench --help)
 #   run.sh info                         what the program and the driver say about this machine
 #
@@ -104,13 +104,10 @@ bench() {
         esac
     done
     mkdir -p "$results" || { failed=1; return; }
-    rm -f "$results"/{machine,dense,dense-rust-cuda,pool,peers,ptx-llvm,ptx-rust-cuda}.json "$results/load.jsonl"
+    rm -f "$results"/{machine,dense,dense-rust-cuda,peers,ptx-llvm,ptx-rust-cuda}.json "$results/load.jsonl"
     cp ptx/llvm/manifest.json "$results/ptx-llvm.json"
 
     measure dense bin/fused-kv-bench dense --out "$results/dense.json"
-    if bin/fused-kv-bench pool --help >/dev/null 2>&1; then
-        measure pool bin/fused-kv-bench pool --out "$results/pool.json"
-    fi
     if [ "${#peers[@]}" -gt 0 ]; then
         measure peers python3 peers/peers.py "${peers[@]}" --out "$results/peers.json"
     fi
@@ -183,7 +180,7 @@ examples)
 bench)
     shift
     case ${1:-} in
-    dense | pool | load | -h | --help) step fused-kv-bench bin/fused-kv-bench "$@" ;;
+    dense | load | -h | --help) step fused-kv-bench bin/fused-kv-bench "$@" ;;
     *) bench "$@" ;;
     esac
     ;;
