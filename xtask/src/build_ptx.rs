@@ -418,7 +418,7 @@ mod tests {
 [package]
 name = "device"
 [lib]
-crate-type = ["cdylib", "rlib"]
+path = "src/lib.rs"
 [features]
 rust-cuda = ["dep:cuda_std", "glam/libm", "half/nightly"]
 [dependencies]

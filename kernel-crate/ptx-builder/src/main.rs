@@ -6,6 +6,7 @@
 
 mod backend;
 mod ptx;
+mod stage;
 mod tier;
 
 use std::{
@@ -60,6 +61,8 @@ enum Error {
     Compile { tier: Tier, source: CompileError },
     #[error("{tier}: the PTX breaks the contract: {}", faults.join("; "))]
     Contract { tier: Tier, faults: Vec<String> },
+    #[error("{} has no line {line:?}", path.display())]
+    Manifest { path: PathBuf, line: &'static str },
     #[error("{} has white space, which the code generator's argument list cannot carry", .0.display())]
     WhiteSpace(PathBuf),
 }
@@ -110,11 +113,12 @@ fn run(arguments: &Arguments) -> Result<(), Error> {
     };
     fs::create_dir_all(&out).map_err(Error::file("make", &out))?;
     backend::select(&build_dir)?;
+    let staged = stage::stage(device_crate, &build_dir.join("package"))?;
 
     let mut built = Vec::new();
     for &tier in &arguments.tiers {
         let final_ir = arguments.keep_ir.then(|| out.join(format!("{tier}.ll")));
-        let ptx = build(tier, device_crate, &build_dir, final_ir)?;
+        let ptx = build(tier, &staged, &build_dir, final_ir)?;
         let text = fs::read_to_string(&ptx).map_err(Error::file("read", &ptx))?;
         let faults = ptx::faults(&text, &tier.to_string(), KERNELS);
         if !faults.is_empty() {
