@@ -25,11 +25,11 @@ macro_rules! for_each_entry {
             fused_kv_generic_1_bf16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::BF16 }, false>;
             fused_kv_generic_1_f16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F16 }, false>;
             fused_kv_generic_1_f32 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F32 }, false>;
-            fused_kv_pool_bf16_d128 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16D128Pool>;
-            fused_kv_pool_bf16_d128_any => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16D128PoolAny>;
-            fused_kv_pool_bf16 => crate::kernels::vector::run::<_, crate::kernels::spec::Bf16Pool>;
-            fused_kv_pool_f16 => crate::kernels::vector::run::<_, crate::kernels::spec::F16Pool>;
-            fused_kv_pool_f32 => crate::kernels::vector::run::<_, crate::kernels::spec::F32Pool>;
+            fused_kv_pool_bf16_d128 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128Pool>;
+            fused_kv_pool_bf16_d128_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolAny>;
+            fused_kv_pool_bf16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16Pool>;
+            fused_kv_pool_f16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F16Pool>;
+            fused_kv_pool_f32 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F32Pool>;
             fused_kv_pool_generic_2 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::vector::ANY }, true>;
             fused_kv_pool_generic_1 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::vector::ANY }, true>;
         }
