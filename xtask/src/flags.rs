@@ -77,6 +77,9 @@ pub struct GpuBundle {
     /// Folder to write [default: target/gpu-bundle]
     #[arg(long)]
     pub out: Option<PathBuf>,
+    /// Only test binaries with one of these in their names, for a small bundle: gpu,unit-fused_kv
+    #[arg(long, value_delimiter = ',')]
+    pub only: Vec<String>,
 }
 
 /// `bench`.

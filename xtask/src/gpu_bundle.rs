@@ -23,10 +23,16 @@ pub fn run(project: &Project, flags: &flags::GpuBundle) -> Result<()> {
         Some(out) => std::env::current_dir()?.join(out),
         None => project.target.join("gpu-bundle"),
     };
-    let tests = executables(
+    let mut tests = executables(
         &mut cargo(project, &["test", "--no-run", "--lib", "--bins", "--tests"])?,
         true,
     )?;
+    if !flags.only.is_empty() {
+        tests.retain(|test| flags.only.iter().any(|part| test.name.contains(part)));
+        if tests.is_empty() {
+            bail!("no test binary has {} in its name", flags.only.join(" or "));
+        }
+    }
     let examples = executables(&mut cargo(project, &["build", "--examples"])?, false)?;
     let programs = programs(project, &out)?;
     for test in &tests {
