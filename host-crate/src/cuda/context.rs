@@ -180,7 +180,7 @@ impl State {
         unsafe { Bound::new(self.raw) }
     }
 
-    /// Whether `function` came from this context's device: what a launch needs to know.
+    /// The kernel `entry`, compiled and loaded into this context on first use.
     pub(super) fn function(
         &self,
         source: &ptx::Source,
