@@ -5,14 +5,14 @@ use cust::memory::{DeviceCopy, DeviceSlice};
 use crate::Device;
 use crate::dtype::DType;
 use crate::error::{Error, ViewError};
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor::{Layout, TensorView, TensorViewMut};
 
 /// The ordinal of the device that an address belongs to.
 fn device_of(address: u64) -> Result<Device, Error> {
     super::resolve_address(address, Device::Cuda(0)).map_err(Error::Cuda)
 }
 
-/// Checks that a contiguous tensor of this shape has exactly `bytes` bytes.
+/// Checks that a contiguous tensor of this shape has exactly `bytes` bytes; its strides.
 fn check_size(bytes: usize, dtype: DType, shape: &[usize]) -> Result<Vec<isize>, Error> {
     let needed = shape
         .iter()
@@ -22,12 +22,8 @@ fn check_size(bytes: usize, dtype: DType, shape: &[usize]) -> Result<Vec<isize>,
         let found = bytes / dtype.size();
         return Err(Error::View(ViewError::Length { needed, found }));
     }
-    let mut strides = vec![1isize; shape.len()];
-    for axis in (1..shape.len()).rev() {
-        // Products of extents of existing memory.
-        strides[axis - 1] = strides[axis] * shape[axis].max(1) as isize;
-    }
-    Ok(strides)
+    let layout = Layout::contiguous(shape).map_err(Error::View)?;
+    Ok(layout.strides().to_vec())
 }
 
 macro_rules! views {
