@@ -162,6 +162,12 @@ pub struct Params {
     pub rotated: u32,
     /// Vector kernels: the same distance for the other lanes.
     pub rest: u32,
+    /// So many blocks, counted layer by layer, start to bring their rows into the second-level
+    /// cache before they wait for the kernel in front of them, and leave their lines there: 0 but
+    /// for small jobs.
+    pub early_blocks: u32,
+    /// Lines of 128 bytes that a row of K, or of V, of `kv` spans, for these blocks.
+    pub row_lines: u32,
     /// log2 of the page size when that is a power of two, else `u32::MAX` (pool only).
     pub page_shift: u32,
     /// Division of a row index into token and head (or batch of heads).
@@ -246,14 +252,14 @@ impl Status {
 }
 
 /// Version of this layout; PTX manifests carry it, and a host refuses PTX of another.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 const _: () = {
     use core::mem::{align_of, offset_of, size_of};
-    assert!(size_of::<Params>() == 12 * 8 + 16 * 8 + 14 * 4 + 2 * 12);
+    assert!(size_of::<Params>() == 12 * 8 + 16 * 8 + 16 * 4 + 2 * 12);
     assert!(align_of::<Params>() == 8);
     assert!(offset_of!(Params, kv_token) == 96);
     assert!(offset_of!(Params, rows) == 224);
-    assert!(offset_of!(Params, row_divisor) == 280);
+    assert!(offset_of!(Params, row_divisor) == 288);
     assert!(size_of::<Status>() == 48);
 };

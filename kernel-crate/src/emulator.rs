@@ -7,7 +7,7 @@ use std::sync::Barrier;
 
 use crate::abi::Params;
 use crate::convert;
-use crate::gpu::Device;
+use crate::gpu::{Device, Policy};
 use crate::kernels;
 
 struct Warp {
@@ -21,6 +21,7 @@ struct Lane<'a> {
     thread: u32,
     block_threads: u32,
     block: u32,
+    blocks: u32,
     layer: u32,
 }
 
@@ -101,6 +102,9 @@ impl Device for Lane<'_> {
     fn block(self) -> u32 {
         self.block
     }
+    fn blocks(self) -> u32 {
+        self.blocks
+    }
     fn layer(self) -> u32 {
         self.layer
     }
@@ -126,7 +130,7 @@ impl Device for Lane<'_> {
         // SAFETY: the caller's promise.
         unsafe { load(when, address) }
     }
-    unsafe fn load_128_once(self, address: u64) -> [u32; 4] {
+    unsafe fn load_128_once(self, address: u64, _: Policy) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { load(true, address) }
     }
@@ -138,15 +142,15 @@ impl Device for Lane<'_> {
         // SAFETY: the caller's promise.
         unsafe { store(when, address, value) }
     }
-    unsafe fn store_32(self, when: bool, address: u64, value: u32) {
+    unsafe fn store_32(self, when: bool, address: u64, value: u32, _: Policy) {
         // SAFETY: the caller's promise.
         unsafe { store(when, address, value) }
     }
-    unsafe fn store_64(self, when: bool, address: u64, value: [u32; 2]) {
+    unsafe fn store_64(self, when: bool, address: u64, value: [u32; 2], _: Policy) {
         // SAFETY: the caller's promise.
         unsafe { store(when, address, value) }
     }
-    unsafe fn store_128(self, when: bool, address: u64, value: [u32; 4]) {
+    unsafe fn store_128(self, when: bool, address: u64, value: [u32; 4], _: Policy) {
         // SAFETY: the caller's promise.
         unsafe { store(when, address, value) }
     }
@@ -159,6 +163,9 @@ impl Device for Lane<'_> {
         // SAFETY: the caller's promise; every access to the record is atomic.
         let field = unsafe { AtomicU64::from_ptr(address as usize as *mut u64) };
         field.fetch_min(value, Ordering::Relaxed);
+    }
+    fn fma(self, a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
     }
     fn sqrt(self, value: f32) -> f32 {
         value.sqrt()
@@ -223,6 +230,7 @@ fn over_grid(grid: (u32, u32), threads: u32, kernel: impl Fn(Lane<'_>) + Sync) {
                                 thread: first + lane,
                                 block_threads: threads,
                                 block,
+                                blocks: grid.0,
                                 layer,
                             });
                         }

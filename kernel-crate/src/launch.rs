@@ -28,7 +28,15 @@ impl Path {
 }
 
 /// Up to this many threads a launch takes small blocks, which start and end sooner.
-const SMALL: u64 = 32 * 1024;
+const SMALL: u64 = 64 * 1024;
+
+/// Up to this many bytes of `kv` a launch starts to read before the kernel in front of it ends.
+const EARLY: u64 = 32 << 20;
+/// The same where the outputs are a pool, whose scattered rows fill the cache sooner.
+const EARLY_POOL: u64 = 8 << 20;
+/// Threads that do so: about as many as a large device holds at a time. More would only repeat
+/// what their own loads do.
+const EARLY_THREADS: u32 = 128 * 1024;
 
 /// What decides about the path: geometry, dtypes, and the alignment of everything.
 ///
@@ -118,8 +126,8 @@ impl Facts {
         Path::ALL.into_iter().find(serves).unwrap_or(Path::Elements)
     }
 
-    /// The launch of `path` for a job of `pairs` pairs of token and layer. `threads`, a multiple of 64 up to 512, forces
-    /// the size of a block.
+    /// The launch of `path` for a job of `pairs` pairs of token and layer. `threads`, a multiple of
+    /// 64 up to 512, forces the size of a block.
     ///
     /// The path must be able to serve the job: see [`Facts::obstacle`].
     pub fn launch(&self, path: Path, pairs: u64, threads: Option<u32>) -> Launch {
@@ -147,8 +155,14 @@ impl Facts {
                 _ => 64,
             }
         });
+        let row_bytes = u64::from(self.head_dim) * size(self.kv);
+        let bytes = pairs.saturating_mul(2 * u64::from(self.heads) * row_bytes);
+        let early = bytes <= if self.pool { EARLY_POOL } else { EARLY };
         Launch {
             entry: self.entry(path),
+            early_blocks: if early { EARLY_THREADS / threads } else { 0 },
+            // Rows have at most 1024 elements.
+            row_lines: row_bytes.div_ceil(128) as u32,
             threads,
             rows_per_block: threads / row_threads,
             per_token,
@@ -165,6 +179,7 @@ impl Facts {
             return match (path, self.kv) {
                 (Path::Vector, Code::Bf16) if self.is_common() => match self.out {
                     Code::Bf16 => "fused_kv_pool_bf16_d128",
+                    Code::E4M3 | Code::E5M2 => "fused_kv_pool_bf16_d128_fp8",
                     _ => "fused_kv_pool_bf16_d128_any",
                 },
                 (Path::Vector, Code::Bf16) => "fused_kv_pool_bf16",
@@ -216,6 +231,10 @@ pub struct Launch {
     pub max_tokens: u32,
     /// See [`Params::lane_shift`].
     pub lane_shift: u32,
+    /// See [`Params::early_blocks`].
+    pub early_blocks: u32,
+    /// See [`Params::row_lines`].
+    pub row_lines: u32,
     /// See [`Params::rotated`].
     pub rotated: u32,
     /// See [`Params::rest`].
@@ -231,6 +250,8 @@ impl Launch {
         params.lane_shift = self.lane_shift;
         params.rotated = self.rotated;
         params.rest = self.rest;
+        params.early_blocks = self.early_blocks;
+        params.row_lines = self.row_lines;
         params.row_divisor = FastDivisor::new(self.per_token);
     }
 

@@ -133,6 +133,8 @@ fn check(case: &Case, threads: Option<u32>) -> usize {
             lane_shift: 0,
             rotated: 0,
             rest: 0,
+            early_blocks: 0,
+            row_lines: 0,
             page_shift: 0,
             row_divisor: Default::default(),
             page_divisor: Default::default(),

@@ -105,6 +105,8 @@ fn check(case: &Case) -> usize {
         lane_shift: 0,
         rotated: 0,
         rest: 0,
+        early_blocks: 0,
+        row_lines: 0,
         page_shift: 0,
         row_divisor: FastDivisor::default(),
         page_divisor: FastDivisor::default(),

@@ -15,6 +15,10 @@ mod nvptx;
 
 use crate::convert;
 
+/// What [`Device::policy`] gives: the hardware's own encoding.
+#[derive(Clone, Copy)]
+pub struct Policy(pub u64);
+
 /// What one thread of a kernel can do.
 ///
 /// Threads come in warps of 32 that shuffle with a full mask: every thread of a warp must reach
@@ -27,6 +31,8 @@ pub trait Device: Copy {
     fn block_threads(self) -> u32;
     /// Index of the block along x: a group of rows of one layer.
     fn block(self) -> u32;
+    /// Blocks along x.
+    fn blocks(self) -> u32;
     /// Index of the block along y: the layer.
     fn layer(self) -> u32;
 
@@ -65,12 +71,19 @@ pub trait Device: Copy {
     /// As for [`Device::load_16`].
     unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4];
 
+    /// How long lines stay in the second-level cache: `keep` as long as others, else they leave it
+    /// first.
+    fn policy(self, keep: bool) -> Policy {
+        let _ = keep;
+        Policy(0)
+    }
+
     /// Sixteen bytes of an input that no one reads again.
     ///
     /// # Safety
     ///
     /// As for [`Device::load_16`].
-    unsafe fn load_128_once(self, address: u64) -> [u32; 4];
+    unsafe fn load_128_once(self, address: u64, policy: Policy) -> [u32; 4];
 
     /// Starts to bring the 128 bytes around `address`, of an input, into the second-level cache.
     ///
@@ -100,19 +113,19 @@ pub trait Device: Copy {
     /// # Safety
     ///
     /// As for [`Device::store_8`].
-    unsafe fn store_32(self, when: bool, address: u64, value: u32);
+    unsafe fn store_32(self, when: bool, address: u64, value: u32, policy: Policy);
     /// Writes eight bytes.
     ///
     /// # Safety
     ///
     /// As for [`Device::store_8`].
-    unsafe fn store_64(self, when: bool, address: u64, value: [u32; 2]);
+    unsafe fn store_64(self, when: bool, address: u64, value: [u32; 2], policy: Policy);
     /// Writes sixteen bytes.
     ///
     /// # Safety
     ///
     /// As for [`Device::store_8`].
-    unsafe fn store_128(self, when: bool, address: u64, value: [u32; 4]);
+    unsafe fn store_128(self, when: bool, address: u64, value: [u32; 4], policy: Policy);
 
     /// Atomically adds one to a counter of the status record.
     ///
@@ -126,6 +139,9 @@ pub trait Device: Copy {
     ///
     /// As for [`Device::count`].
     unsafe fn lower(self, address: u64, value: u64);
+
+    /// `a * b + c`, rounded once.
+    fn fma(self, a: f32, b: f32, c: f32) -> f32;
 
     /// Square root, correctly rounded, subnormals kept.
     fn sqrt(self, value: f32) -> f32;

@@ -6,7 +6,7 @@
 
 use core::arch::{asm, nvptx};
 
-use super::{Device, generator};
+use super::{Device, Policy, generator};
 
 /// The thread of a GPU.
 #[derive(Clone, Copy)]
@@ -34,7 +34,7 @@ macro_rules! load {
 
 /// A predicated store.
 macro_rules! store {
-    ($when:expr, $address:expr, $instruction:literal, $class:ident, $($name:ident = $value:expr),+) => {
+    ($when:expr, $address:expr, $instruction:literal, $class:ident, $($name:ident = $value:expr),+ $(; $policy:ident)?) => {
         asm!(
             "{{",
             ".reg .pred %when;",
@@ -44,6 +44,7 @@ macro_rules! store {
             when = in(reg32) $when as u32,
             address = in(reg64) $address,
             $($name = in($class) $value,)+
+            $($policy = in(reg64) $policy.0,)?
             options(nostack)
         )
     };
@@ -66,6 +67,12 @@ impl Device for Gpu {
     fn block(self) -> u32 {
         // SAFETY: reads a special register.
         unsafe { nvptx::_block_idx_x() as u32 }
+    }
+
+    #[inline(always)]
+    fn blocks(self) -> u32 {
+        // SAFETY: reads a special register.
+        unsafe { nvptx::_grid_dim_x() as u32 }
     }
 
     #[inline(always)]
@@ -142,17 +149,36 @@ impl Device for Gpu {
     }
 
     #[inline(always)]
-    unsafe fn load_128_once(self, address: u64) -> [u32; 4] {
+    fn policy(self, keep: bool) -> Policy {
+        let policy: u64;
+        // SAFETY: arithmetic only.
+        unsafe {
+            asm!(
+                "{{",
+                ".reg .pred %keep;",
+                ".reg .b64 %normal, %first;",
+                "setp.ne.u32 %keep, {keep}, 0;",
+                "createpolicy.fractional.L2::evict_normal.b64 %normal, 1.0;",
+                "createpolicy.fractional.L2::evict_first.b64 %first, 1.0;",
+                "selp.b64 {policy}, %normal, %first, %keep;",
+                "}}",
+                keep = in(reg32) keep as u32,
+                policy = out(reg64) policy,
+                options(nomem, nostack)
+            );
+        }
+        Policy(policy)
+    }
+
+    #[inline(always)]
+    unsafe fn load_128_once(self, address: u64, policy: Policy) -> [u32; 4] {
         let (a, b, c, d): (u32, u32, u32, u32);
         // SAFETY: the caller's promise.
         unsafe {
             asm!(
-                "{{",
-                ".reg .b64 %policy;",
-                "createpolicy.fractional.L2::evict_first.b64 %policy, 1.0;",
-                "ld.global.L2::cache_hint.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}], %policy;",
-                "}}",
+                "ld.global.L2::cache_hint.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}], {policy};",
                 address = in(reg64) address,
+                policy = in(reg64) policy.0,
                 a = out(reg32) a,
                 b = out(reg32) b,
                 c = out(reg32) c,
@@ -200,55 +226,50 @@ impl Device for Gpu {
     }
 
     #[inline(always)]
-    unsafe fn store_32(self, when: bool, address: u64, value: u32) {
+    unsafe fn store_32(self, when: bool, address: u64, value: u32, policy: Policy) {
         // SAFETY: the caller's promise.
         unsafe {
             store!(
                 when,
                 address,
-                "@%when st.global.u32 [{address}], {a};",
+                "@%when st.global.L2::cache_hint.u32 [{address}], {a}, {policy};",
                 reg32,
-                a = value
+                a = value;
+                policy
             );
         }
     }
 
     #[inline(always)]
-    unsafe fn store_64(self, when: bool, address: u64, value: [u32; 2]) {
+    unsafe fn store_64(self, when: bool, address: u64, value: [u32; 2], policy: Policy) {
         // SAFETY: the caller's promise.
         unsafe {
             store!(
                 when,
                 address,
-                "@%when st.global.v2.u32 [{address}], {{{a}, {b}}};",
+                "@%when st.global.L2::cache_hint.v2.u32 [{address}], {{{a}, {b}}}, {policy};",
                 reg32,
                 a = value[0],
-                b = value[1]
+                b = value[1];
+                policy
             );
         }
     }
 
     #[inline(always)]
-    unsafe fn store_128(self, when: bool, address: u64, value: [u32; 4]) {
-        // Outputs leave the second-level cache first, as the inputs do: measured, the memory
-        // controller then keeps closer to the order of the rows (docs/performance.md).
+    unsafe fn store_128(self, when: bool, address: u64, value: [u32; 4], policy: Policy) {
         // SAFETY: the caller's promise.
         unsafe {
-            asm!(
-                "{{",
-                ".reg .pred %when;",
-                ".reg .b64 %policy;",
-                "setp.ne.u32 %when, {when}, 0;",
-                "createpolicy.fractional.L2::evict_first.b64 %policy, 1.0;",
-                "@%when st.global.L2::cache_hint.v4.u32 [{address}], {{{a}, {b}, {c}, {d}}}, %policy;",
-                "}}",
-                when = in(reg32) when as u32,
-                address = in(reg64) address,
-                a = in(reg32) value[0],
-                b = in(reg32) value[1],
-                c = in(reg32) value[2],
-                d = in(reg32) value[3],
-                options(nostack)
+            store!(
+                when,
+                address,
+                "@%when st.global.L2::cache_hint.v4.u32 [{address}], {{{a}, {b}, {c}, {d}}}, {policy};",
+                reg32,
+                a = value[0],
+                b = value[1],
+                c = value[2],
+                d = value[3];
+                policy
             );
         }
     }
@@ -269,6 +290,19 @@ impl Device for Gpu {
             asm!("red.global.min.u64 [{address}], {value};", address = in(reg64) address,
                 value = in(reg64) value, options(nostack));
         }
+    }
+
+    #[inline(always)]
+    fn fma(self, a: f32, b: f32, c: f32) -> f32 {
+        let result: u32;
+        // SAFETY: arithmetic only.
+        unsafe {
+            asm!("{{", ".reg .f32 %a, %b, %c;", "mov.b32 %a, {a};", "mov.b32 %b, {b};", "mov.b32 %c, {c};",
+                "fma.rn.f32 %a, %a, %b, %c;", "mov.b32 {result}, %a;", "}}",
+                a = in(reg32) a.to_bits(), b = in(reg32) b.to_bits(), c = in(reg32) c.to_bits(),
+                result = out(reg32) result, options(nomem, nostack));
+        }
+        f32::from_bits(result)
     }
 
     #[inline(always)]

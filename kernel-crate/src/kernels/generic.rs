@@ -11,7 +11,7 @@ use super::{F32, Place, at, load_f32, narrow, narrow_8, size, widen};
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::convert;
-use crate::gpu::Device;
+use crate::gpu::{Device, Policy};
 
 /// `E` (1 or 2) elements at `index`, as stored: `[first, second]`, raw.
 ///
@@ -53,15 +53,16 @@ unsafe fn store_raw<const E: u32>(
     address: u64,
     raw: [u32; 2],
     dtype: u32,
+    policy: Policy,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
         match (E, size(dtype)) {
-            (1, 4) => d.store_32(when, address, raw[0]),
+            (1, 4) => d.store_32(when, address, raw[0], policy),
             (1, 2) => d.store_16(when, address, raw[0] as u16),
             (1, _) => d.store_8(when, address, raw[0] as u8),
-            (_, 4) => d.store_64(when, address, raw),
-            (_, 2) => d.store_32(when, address, raw[0] | raw[1] << 16),
+            (_, 4) => d.store_64(when, address, raw, policy),
+            (_, 2) => d.store_32(when, address, raw[0] | raw[1] << 16, policy),
             (_, _) => d.store_16(when, address, (raw[0] | raw[1] << 8) as u16),
         }
     }
@@ -208,6 +209,7 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
     let interleaved = p.flags & flags::INTERLEAVED != 0;
     let offset = p.flags & flags::OFFSET_WEIGHT != 0;
 
+    let policy = d.policy(true);
     d.begin();
 
     let source = at(at(p.kv, token_index, p.kv_token), layer, p.kv_layer);
@@ -372,7 +374,7 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                     };
                     let k = [turn(0), if E == 2 { turn(1) } else { 0.0 }];
                     let to = step_to(k_to, j, p.k_head);
-                    store_raw::<E>(d, when, to, encode(d, k, out_dtype), out_dtype);
+                    store_raw::<E>(d, when, to, encode(d, k, out_dtype), out_dtype, policy);
 
                     let v = if copies {
                         v
@@ -387,7 +389,7 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                         let y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
                         encode(d, y, out_dtype)
                     };
-                    store_raw::<E>(d, when, step_to(v_to, j, p.v_head), v, out_dtype);
+                    store_raw::<E>(d, when, step_to(v_to, j, p.v_head), v, out_dtype, policy);
                 };
                 finish(0);
                 finish(1);

@@ -26,6 +26,7 @@ macro_rules! for_each_entry {
             fused_kv_generic_1_f16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F16 }, false>;
             fused_kv_generic_1_f32 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F32 }, false>;
             fused_kv_pool_bf16_d128 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128Pool>;
+            fused_kv_pool_bf16_d128_fp8 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolFp8>;
             fused_kv_pool_bf16_d128_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolAny>;
             fused_kv_pool_bf16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16Pool>;
             fused_kv_pool_f16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F16Pool>;
@@ -48,10 +49,11 @@ pub const F16: u32 = Code::F16 as u32;
 /// [`Code::F32`] as a constant parameter.
 pub const F32: u32 = Code::F32 as u32;
 const E4M3: u32 = Code::E4M3 as u32;
+const E5M2: u32 = Code::E5M2 as u32;
 
 /// What the vector kernels are specialised for.
 pub mod spec {
-    use super::vector::{ANY, Spec};
+    use super::vector::{ANY, FP8, Spec};
     use super::{BF16, F16 as HALF, F32 as SINGLE};
 
     macro_rules! specs {
@@ -84,6 +86,8 @@ pub mod spec {
         F32Any: SINGLE, ANY, SINGLE, d128 false, pool false;
         /// To a pool: bf16 throughout, D = R = 128, neox.
         Bf16D128Pool: BF16, BF16, BF16, d128 true, pool true;
+        /// To a pool of 8-bit floats: bf16, with bf16 weights and table, D = R = 128, neox.
+        Bf16D128PoolFp8: BF16, BF16, FP8, d128 true, pool true;
         /// To a pool of any type: bf16, with bf16 weights and table, D = R = 128, neox.
         Bf16D128PoolAny: BF16, BF16, ANY, d128 true, pool true;
         /// To a pool of any type: bf16, weights and table of any type.

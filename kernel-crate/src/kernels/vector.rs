@@ -5,13 +5,17 @@
 //! style it never leaves a chunk. The other lanes hold two chunks `rest` apart. V is copied in
 //! units of 16 bytes, lane after lane.
 
-use super::{BF16, F16, F32, Place, at, load_f32, narrow, narrow_8, pool_f32, size, widen};
+use super::{
+    BF16, E4M3, E5M2, F16, F32, Place, at, load_f32, narrow, narrow_8, pool_f32, size, widen,
+};
 use crate::abi::{Params, flags};
 use crate::arith;
-use crate::gpu::Device;
+use crate::gpu::{Device, Policy};
 
 /// Stands for "read it from the parameters" where a kernel is specialised for a dtype.
 pub const ANY: u32 = u32::MAX;
+/// Stands for either 8-bit float.
+pub const FP8: u32 = u32::MAX - 1;
 
 /// What a kernel is specialised for.
 pub trait Spec {
@@ -19,7 +23,7 @@ pub trait Spec {
     const KV: u32;
     /// Dtype of weights and table, or [`ANY`].
     const AUX: u32;
-    /// Dtype of the outputs, or [`ANY`].
+    /// Dtype of the outputs, [`ANY`] or [`FP8`].
     const OUT: u32;
     /// D = R = 128 in the neox style.
     const D128: bool;
@@ -72,12 +76,12 @@ impl Words {
     ///
     /// As for [`Words::load`].
     #[inline(always)]
-    unsafe fn load_once(d: impl Device, address: u64, dtype: u32) -> Self {
+    unsafe fn load_once(d: impl Device, address: u64, dtype: u32, policy: Policy) -> Self {
         // SAFETY: the caller's promise.
         unsafe {
-            let a = d.load_128_once(address);
+            let a = d.load_128_once(address, policy);
             let b = if dtype == F32 {
-                d.load_128_once(address + 16)
+                d.load_128_once(address + 16, policy)
             } else {
                 [0; 4]
             };
@@ -122,14 +126,14 @@ impl Words {
 ///
 /// As for [`Device::store_8`], for eight elements, aligned to 16 bytes (8 for 8-bit types).
 #[inline(always)]
-unsafe fn store(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u32) {
+unsafe fn store(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u32, policy: Policy) {
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
             F32 => {
                 let w = y.map(f32::to_bits);
-                d.store_128(when, address, [w[0], w[1], w[2], w[3]]);
-                d.store_128(when, address + 16, [w[4], w[5], w[6], w[7]]);
+                d.store_128(when, address, [w[0], w[1], w[2], w[3]], policy);
+                d.store_128(when, address + 16, [w[4], w[5], w[6], w[7]], policy);
             }
             BF16 | F16 => {
                 let pair = |low, high| narrow(d, dtype, low, high);
@@ -139,7 +143,7 @@ unsafe fn store(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u3
                     pair(y[4], y[5]),
                     pair(y[6], y[7]),
                 ];
-                d.store_128(when, address, words);
+                d.store_128(when, address, words, policy);
             }
             _ => {
                 let pair = |low, high| narrow_8(d, dtype, low, high) as u32;
@@ -147,7 +151,7 @@ unsafe fn store(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u3
                     pair(y[0], y[1]) | pair(y[2], y[3]) << 16,
                     pair(y[4], y[5]) | pair(y[6], y[7]) << 16,
                 ];
-                d.store_64(when, address, words);
+                d.store_64(when, address, words, policy);
             }
         }
     }
@@ -177,7 +181,12 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         S::AUX
     };
     let table_dtype = if S::AUX == ANY { p.table_dtype } else { S::AUX };
-    let out_dtype = if S::OUT == ANY { p.out_dtype } else { S::OUT };
+    let out_dtype = match S::OUT {
+        ANY => p.out_dtype,
+        FP8 if p.out_dtype == E4M3 => E4M3,
+        FP8 => E5M2,
+        dtype => dtype,
+    };
 
     let lanes = 1u32 << lane_shift;
     let thread = d.thread();
@@ -211,21 +220,37 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         let index = lane + step * lanes;
         if moves(index) { index } else { 0 }
     };
-    let load_unit = |step: u32| {
+    let load_unit = |step: u32, policy: Policy| {
         let address = value.wrapping_add((unit(step) * 16) as u64);
         // SAFETY: units below D * size / 16 of a row exist (this function's contract).
-        unsafe { d.load_128_once(address) }
+        unsafe { d.load_128_once(address, policy) }
     };
+
+    // What a small job reads starts on its way while the kernel in front still runs. That kernel
+    // may yet write it: the second-level cache, where both meet, then holds what it wrote.
+    let early = p.early_blocks;
+    let block = d.layer().wrapping_mul(d.blocks()).wrapping_add(d.block());
+    let lines = if S::D128 { 2 } else { p.row_lines };
+    if block < early && lane < 2 * lines {
+        let (base, line) = if lane < lines {
+            (source, lane)
+        } else {
+            (value, lane - lines)
+        };
+        // SAFETY: lines of a row (this function's contract).
+        unsafe { d.prefetch(base.wrapping_add((line * 128) as u64)) };
+    }
+    let policy = d.policy(early > 0);
 
     d.begin();
 
     // SAFETY: rows below `p.rows` and chunks below D / 8 exist (this function's contract).
     unsafe {
-        let raw_a = Words::load_once(d, chunk(source, a, S::KV), S::KV);
-        let raw_b = Words::load_once(d, chunk(source, b, S::KV), S::KV);
-        let v = [load_unit(0), load_unit(1)];
+        let raw_a = Words::load_once(d, chunk(source, a, S::KV), S::KV, policy);
+        let raw_b = Words::load_once(d, chunk(source, b, S::KV), S::KV, policy);
+        let v = [load_unit(0, policy), load_unit(1, policy)];
         let v_more = if S::KV == F32 {
-            [load_unit(2), load_unit(3)]
+            [load_unit(2, policy), load_unit(3, policy)]
         } else {
             [[0; 4]; 2]
         };
@@ -324,7 +349,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         }
         if S::POOL && p.k_descale != 0 {
             let descale = load_f32(d, true, p.k_descale, layer);
-            (y_a, y_b) = (y_a.map(|y| y / descale), y_b.map(|y| y / descale));
+            let narrow = size(out_dtype) == 1;
+            (y_a, y_b) = divide(d, y_a, y_b, descale, narrow);
         }
         if S::POOL && out_dtype == F32 {
             (y_a, y_b) = (y_a.map(pool_f32), y_b.map(pool_f32));
@@ -337,6 +363,7 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
             chunk(k_row, a, out_dtype),
             y_a,
             out_dtype,
+            policy,
         );
         store(
             d,
@@ -344,17 +371,18 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
             chunk(k_row, b, out_dtype),
             y_b,
             out_dtype,
+            policy,
         );
 
         let v_row = at(token.destination.v, head, p.v_head);
         let to = |step: u32| v_row.wrapping_add((unit(step) * elements * size(out_dtype)) as u64);
         let when = |step: u32| write && moves(lane + step * lanes);
         if p.value_scale == 0 && (!S::POOL || out_dtype == S::KV) {
-            d.store_128(when(0), to(0), v[0]);
-            d.store_128(when(1), to(1), v[1]);
+            d.store_128(when(0), to(0), v[0], policy);
+            d.store_128(when(1), to(1), v[1], policy);
             if S::KV == F32 {
-                d.store_128(when(2), to(2), v_more[0]);
-                d.store_128(when(3), to(3), v_more[1]);
+                d.store_128(when(2), to(2), v_more[0], policy);
+                d.store_128(when(3), to(3), v_more[1], policy);
             }
             return;
         }
@@ -362,30 +390,54 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         let scale = load_f32(d, scaled, p.value_scale, layer);
         let descaled = S::POOL && p.v_descale != 0;
         let descale = load_f32(d, descaled, p.v_descale, layer);
-        let convert = |raw: [u32; 4], step: u32| {
+        let decode = |raw: [u32; 4]| {
             let words = Words([raw[0], raw[1], raw[2], raw[3], 0, 0, 0, 0]);
-            let mut y = words.decode(d, S::KV);
-            if scaled {
-                y = y.map(|y| y * scale);
-            }
-            if descaled {
-                y = y.map(|y| y / descale);
-            }
-            if S::POOL && out_dtype == F32 {
-                y = y.map(pool_f32);
-            }
-            if S::KV == F32 {
-                store_half(d, when(step), to(step), y, out_dtype);
+            let y = words.decode(d, S::KV);
+            if scaled { y.map(|y| y * scale) } else { y }
+        };
+        let store = |y: [f32; 8], step: u32| {
+            let y = if S::POOL && out_dtype == F32 {
+                y.map(pool_f32)
             } else {
-                store(d, when(step), to(step), y, out_dtype);
+                y
+            };
+            if S::KV == F32 {
+                store_half(d, when(step), to(step), y, out_dtype, policy);
+            } else {
+                store(d, when(step), to(step), y, out_dtype, policy);
             }
         };
-        convert(v[0], 0);
-        convert(v[1], 1);
+        let pair = |first: [u32; 4], second: [u32; 4], step: u32| {
+            let (mut y, mut z) = (decode(first), decode(second));
+            if descaled {
+                (y, z) = divide(d, y, z, descale, size(out_dtype) == 1);
+            }
+            store(y, step);
+            store(z, step + 1);
+        };
+        pair(v[0], v[1], 0);
         if S::KV == F32 {
-            convert(v_more[0], 2);
-            convert(v_more[1], 3);
+            pair(v_more[0], v_more[1], 2);
         }
+    }
+}
+
+/// Both divided by `descale`; `narrow` when what follows is a conversion to 8 bits.
+#[inline(always)]
+fn divide(
+    d: impl Device,
+    y: [f32; 8],
+    z: [f32; 8],
+    descale: f32,
+    narrow: bool,
+) -> ([f32; 8], [f32; 8]) {
+    let fma = |a, b, c| d.fma(a, b, c);
+    match arith::Reciprocal::new(descale, fma) {
+        Some(reciprocal) if narrow => {
+            let quotient = |y| reciprocal.quotient(y, fma);
+            (y.map(quotient), z.map(quotient))
+        }
+        _ => (y.map(|y| y / descale), z.map(|z| z / descale)),
     }
 }
 
@@ -438,21 +490,29 @@ fn rotate_within(d: impl Device, y: [f32; 8], cos: Words, sin: Words, dtype: u32
 ///
 /// As for [`Device::store_8`], for four elements, aligned to their size together.
 #[inline(always)]
-unsafe fn store_half(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u32) {
+unsafe fn store_half(
+    d: impl Device,
+    when: bool,
+    address: u64,
+    y: [f32; 8],
+    dtype: u32,
+    policy: Policy,
+) {
     // SAFETY: the caller's promise.
     unsafe {
         match dtype {
             F32 => {
                 let w = y.map(f32::to_bits);
-                d.store_128(when, address, [w[0], w[1], w[2], w[3]]);
+                d.store_128(when, address, [w[0], w[1], w[2], w[3]], policy);
             }
             BF16 | F16 => {
                 let words = [narrow(d, dtype, y[0], y[1]), narrow(d, dtype, y[2], y[3])];
-                d.store_64(when, address, words);
+                d.store_64(when, address, words, policy);
             }
             _ => {
                 let pair = |low, high| narrow_8(d, dtype, low, high) as u32;
-                d.store_32(when, address, pair(y[0], y[1]) | pair(y[2], y[3]) << 16);
+                let words = pair(y[0], y[1]) | pair(y[2], y[3]) << 16;
+                d.store_32(when, address, words, policy);
             }
         }
     }
