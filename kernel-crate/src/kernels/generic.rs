@@ -7,7 +7,7 @@
 //! first-level cache.
 
 use super::vector::ANY;
-use super::{F32, Place, at, load_f32, narrow, narrow_8, size, widen};
+use super::{F32, Place, at, load_f32, narrow, narrow_8, report_skipped, size, widen};
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::convert;
@@ -217,7 +217,6 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
 
     // SAFETY: rows of active threads and heads below H exist (this function's contract).
     unsafe {
-        let speaks = || active && warp_lane == 0 && batch == 0 && layer == 0;
         let place = Place::load(d, p, POOL, token_index, layer);
 
         // V is needed last: on its way into the second-level cache it does not wait for the sums.
@@ -258,7 +257,7 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
         }
         let inv = arith::inverse_rms(sum, head_dim, eps, |x| d.sqrt(x));
 
-        let token = place.resolve(d, p, POOL, token_index, speaks);
+        let token = place.resolve(p, POOL, token_index);
         let write = active && token.write;
         let scaled = p.value_scale != 0;
         let scale = load_f32(d, scaled, p.value_scale, layer);
@@ -398,6 +397,9 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                 g += HEADS as u32;
             }
             step += 32 * E;
+        }
+        if !token.write && active && warp_lane == 0 && batch == 0 && layer == 0 {
+            report_skipped(d, p, POOL, token_index);
         }
     }
 }

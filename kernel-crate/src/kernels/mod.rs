@@ -232,38 +232,15 @@ impl Place {
         }
     }
 
-    /// Finds table row and destination, and reports what is out of range where `speaks` holds: for
-    /// exactly one thread a token over the whole grid.
-    ///
-    /// # Safety
-    ///
-    /// `p` describes live tensors.
+    /// Finds table row and destination.
     #[inline(always)]
-    unsafe fn resolve(
-        self,
-        d: impl Device,
-        p: &Params,
-        pool: bool,
-        token: u32,
-        speaks: impl Fn() -> bool,
-    ) -> Token {
+    fn resolve(self, p: &Params, pool: bool, token: u32) -> Token {
         let mut write = true;
-        let report = |field: usize, value: i64| {
-            if p.flags & flags::REPORT != 0 && speaks() {
-                let (high, low) = Status::halves(p.first_token + token, value);
-                // SAFETY: the status record is live for the launch.
-                unsafe { report(d, p.status + field as u64, high, low) };
-            }
-        };
         let destination;
         if pool {
             let slot = self.slot.value();
             // The sign is tested before any division.
-            write = slot >= 0 && slot != p.reserved_slot;
-            if write && slot >= p.num_slots {
-                write = false;
-                report(core::mem::offset_of!(Status, bad_slots), slot);
-            }
+            write = self.has_slot(p) && slot < p.num_slots;
             let (page, inside) = if p.page_shift < 64 {
                 (slot >> p.page_shift, slot & ((1 << p.page_shift) - 1))
             } else {
@@ -286,19 +263,56 @@ impl Place {
                 v: at(at(p.v_out, self.layer, p.v_outer), token, p.v_token),
             };
         }
-        let position = self.position.value();
-        // Negative positions are large as unsigned ones.
-        if write && position as u64 >= p.table_rows as u64 {
-            write = false;
-            report(core::mem::offset_of!(Status, bad_positions), position);
-        }
         Token {
-            write,
+            write: write && self.has_row(p),
             table: p
                 .cos_sin_cache
-                .wrapping_add(position.wrapping_mul(p.table_row) as u64),
+                .wrapping_add(self.position.value().wrapping_mul(p.table_row) as u64),
             destination,
         }
+    }
+
+    /// Whether the token goes to a slot at all, be it one of the pool or one past its end.
+    #[inline(always)]
+    fn has_slot(self, p: &Params) -> bool {
+        let slot = self.slot.value();
+        slot >= 0 && slot != p.reserved_slot
+    }
+
+    /// Whether the table has a row for the token's position.
+    #[inline(always)]
+    fn has_row(self, p: &Params) -> bool {
+        // Negative positions are large as unsigned ones.
+        (self.position.value() as u64) < p.table_rows as u64
+    }
+}
+
+/// Reports what is out of range of a token that is not written, if anything is. Called by exactly
+/// one thread a token over the whole grid; it reads position and slot again, so that no register
+/// has to hold them for this rare case.
+///
+/// # Safety
+///
+/// `p` describes live tensors, `token` is of this launch.
+#[inline(always)]
+unsafe fn report_skipped(d: impl Device, p: &Params, pool: bool, token: u32) {
+    if p.flags & flags::REPORT == 0 {
+        return;
+    }
+    // SAFETY: the caller's promise; the status record is live for the launch.
+    unsafe {
+        let place = Place::load(d, p, pool, token, 0);
+        let slot = place.slot.value();
+        let (field, value) = if pool && !place.has_slot(p) {
+            return;
+        } else if pool && slot >= p.num_slots {
+            (core::mem::offset_of!(Status, bad_slots), slot)
+        } else {
+            let position = place.position.value();
+            (core::mem::offset_of!(Status, bad_positions), position)
+        };
+        let (high, low) = Status::halves(p.first_token + token, value);
+        report(d, p.status + field as u64, high, low);
     }
 }
 

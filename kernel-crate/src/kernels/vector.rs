@@ -6,7 +6,8 @@
 //! units of 16 bytes, lane after lane.
 
 use super::{
-    BF16, E4M3, E5M2, F16, F32, Place, at, load_f32, narrow, narrow_8, pool_f32, size, widen,
+    BF16, E4M3, E5M2, F16, F32, Place, at, load_f32, narrow, narrow_8, pool_f32, report_skipped,
+    size, widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
@@ -259,8 +260,16 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         let w_a = Words::load(d, true, chunk(weight, a, weight_dtype), weight_dtype);
         let w_b = Words::load(d, true, chunk(weight, b, weight_dtype), weight_dtype);
         let eps = load_f32(d, true, p.eps, layer);
-        let speaks = || active && lane == 0 && head == 0 && layer == 0;
-        let token = place.resolve(d, p, S::POOL, token_index, speaks);
+        // Only 8-bit pools have descales.
+        let narrow = S::POOL && size(out_dtype) == 1;
+        let k_descale = load_f32(d, narrow, p.k_descale, layer);
+        let v_descale = load_f32(d, narrow, p.v_descale, layer);
+
+        let token = place.resolve(p, S::POOL, token_index);
+        // Here, since a branch keeps the loads above it above the wait for the position.
+        if !token.write && active && lane == 0 && head == 0 && layer == 0 {
+            report_skipped(d, p, S::POOL, token_index);
+        }
 
         // Angles: rotated neox lanes have eight for their pair of chunks, interleaved ones four
         // for each chunk.
@@ -286,6 +295,9 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
             sin_a = Words::load(d, turns, angle(sines, lane * 8), table_dtype);
             (cos_b, sin_b) = (Words([0; 8]), Words([0; 8]));
         }
+
+        let k_descale = Descale::new(d, narrow, k_descale);
+        let v_descale = Descale::new(d, narrow, v_descale);
 
         // The sum of squares: chunks in a lane, then the tree over the lanes. A chunk that does
         // not exist counts as the padding of the tree.
@@ -347,11 +359,7 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
                 pairs.map(|(_, second)| second),
             );
         }
-        if S::POOL && p.k_descale != 0 {
-            let descale = load_f32(d, true, p.k_descale, layer);
-            let narrow = size(out_dtype) == 1;
-            (y_a, y_b) = divide(d, y_a, y_b, descale, narrow);
-        }
+        (y_a, y_b) = k_descale.divide(d, y_a, y_b);
         if S::POOL && out_dtype == F32 {
             (y_a, y_b) = (y_a.map(pool_f32), y_b.map(pool_f32));
         }
@@ -384,60 +392,72 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
                 d.store_128(when(2), to(2), v_more[0], policy);
                 d.store_128(when(3), to(3), v_more[1], policy);
             }
-            return;
-        }
-        let scaled = p.value_scale != 0;
-        let scale = load_f32(d, scaled, p.value_scale, layer);
-        let descaled = S::POOL && p.v_descale != 0;
-        let descale = load_f32(d, descaled, p.v_descale, layer);
-        let decode = |raw: [u32; 4]| {
-            let words = Words([raw[0], raw[1], raw[2], raw[3], 0, 0, 0, 0]);
-            let y = words.decode(d, S::KV);
-            if scaled { y.map(|y| y * scale) } else { y }
-        };
-        let store = |y: [f32; 8], step: u32| {
-            let y = if S::POOL && out_dtype == F32 {
-                y.map(pool_f32)
-            } else {
-                y
+        } else {
+            let scaled = p.value_scale != 0;
+            let scale = load_f32(d, scaled, p.value_scale, layer);
+            let decode = |raw: [u32; 4]| {
+                let words = Words([raw[0], raw[1], raw[2], raw[3], 0, 0, 0, 0]);
+                let y = words.decode(d, S::KV);
+                if scaled { y.map(|y| y * scale) } else { y }
             };
+            let store = |y: [f32; 8], step: u32| {
+                let y = if S::POOL && out_dtype == F32 {
+                    y.map(pool_f32)
+                } else {
+                    y
+                };
+                if S::KV == F32 {
+                    store_half(d, when(step), to(step), y, out_dtype, policy);
+                } else {
+                    store(d, when(step), to(step), y, out_dtype, policy);
+                }
+            };
+            let pair = |first: [u32; 4], second: [u32; 4], step: u32| {
+                let (y, z) = v_descale.divide(d, decode(first), decode(second));
+                store(y, step);
+                store(z, step + 1);
+            };
+            pair(v[0], v[1], 0);
             if S::KV == F32 {
-                store_half(d, when(step), to(step), y, out_dtype, policy);
-            } else {
-                store(d, when(step), to(step), y, out_dtype, policy);
+                pair(v_more[0], v_more[1], 2);
             }
-        };
-        let pair = |first: [u32; 4], second: [u32; 4], step: u32| {
-            let (mut y, mut z) = (decode(first), decode(second));
-            if descaled {
-                (y, z) = divide(d, y, z, descale, size(out_dtype) == 1);
-            }
-            store(y, step);
-            store(z, step + 1);
-        };
-        pair(v[0], v[1], 0);
-        if S::KV == F32 {
-            pair(v_more[0], v_more[1], 2);
         }
     }
 }
 
-/// Both divided by `descale`; `narrow` when what follows is a conversion to 8 bits.
-#[inline(always)]
-fn divide(
-    d: impl Device,
-    y: [f32; 8],
-    z: [f32; 8],
-    descale: f32,
-    narrow: bool,
-) -> ([f32; 8], [f32; 8]) {
-    let fma = |a, b, c| d.fma(a, b, c);
-    match arith::Reciprocal::new(descale, fma) {
-        Some(reciprocal) if narrow => {
-            let quotient = |y| reciprocal.quotient(y, fma);
-            (y.map(quotient), z.map(quotient))
+/// What elements of one layer are divided by on their way to an 8-bit pool.
+#[derive(Clone, Copy)]
+struct Descale {
+    divides: bool,
+    divisor: f32,
+    /// Prepared while `kv` is on its way.
+    reciprocal: Option<arith::Reciprocal>,
+}
+
+impl Descale {
+    #[inline(always)]
+    fn new(d: impl Device, narrow: bool, divisor: f32) -> Self {
+        Self {
+            divides: narrow,
+            divisor,
+            reciprocal: if narrow {
+                arith::Reciprocal::new(divisor, |a, b, c| d.fma(a, b, c))
+            } else {
+                None
+            },
         }
-        _ => (y.map(|y| y / descale), z.map(|z| z / descale)),
+    }
+
+    #[inline(always)]
+    fn divide(self, d: impl Device, y: [f32; 8], z: [f32; 8]) -> ([f32; 8], [f32; 8]) {
+        match self.reciprocal {
+            Some(reciprocal) => {
+                let quotient = |y| reciprocal.quotient(y, |a, b, c| d.fma(a, b, c));
+                (y.map(quotient), z.map(quotient))
+            }
+            None if self.divides => (y.map(|y| y / self.divisor), z.map(|z| z / self.divisor)),
+            None => (y, z),
+        }
     }
 }
 
