@@ -273,8 +273,8 @@ pub(crate) fn launches(
                 advance(&mut params.v_out, &[(layer, 8)]);
                 advance(&mut params.slots, &[(token, params.slot)]);
                 if params.k_descale != 0 {
-                    advance(&mut params.k_descale, &[(layer, 4)]);
-                    advance(&mut params.v_descale, &[(layer, 4)]);
+                    advance(&mut params.k_descale, &[(layer, 16)]);
+                    advance(&mut params.v_descale, &[(layer, 16)]);
                 }
             } else {
                 advance(

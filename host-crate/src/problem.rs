@@ -1,6 +1,7 @@
 //! A validated job as numbers: what the backends run from.
 
 use fused_kv_kernels::abi::Status;
+use fused_kv_kernels::arith::Reciprocal;
 
 use crate::{Config, DType, Device, Error};
 
@@ -53,8 +54,10 @@ pub(crate) struct Pool {
     pub(crate) reserved_slot: i64,
     /// Strides: token.
     pub(crate) slots: Operand,
-    /// Base address of K of each layer, then of V; then one descale of K and of V a layer, each
-    /// descale half a word, where the pool is FP8.
+    /// Descales of K and of V of each layer, where the pool is FP8.
+    descales: Option<[Vec<f32>; 2]>,
+    /// Base address of K of each layer, then of V; then a [`Reciprocal`] of each descale of K, then
+    /// of V.
     table: Vec<u64>,
     layers: usize,
 }
@@ -76,13 +79,13 @@ impl Pool {
     ) -> Self {
         let layers = bases[0].len();
         let mut table = bases.concat();
-        if let Some(descales) = descales {
-            let halves: Vec<[u8; 4]> = descales.concat().iter().map(|x| x.to_ne_bytes()).collect();
-            table.extend(halves.chunks_exact(2).map(|pair| {
-                let mut word = [0; 8];
-                word[..4].copy_from_slice(&pair[0]);
-                word[4..].copy_from_slice(&pair[1]);
-                u64::from_ne_bytes(word)
+        for descale in descales.iter().flatten().flatten() {
+            let [a, b, c, d] = Reciprocal::new(*descale).to_words();
+            table.extend([[a, b], [c, d]].map(|[low, high]| {
+                // As the words lie in memory.
+                let [a, b, c, d] = low.to_ne_bytes();
+                let [e, f, g, h] = high.to_ne_bytes();
+                u64::from_ne_bytes([a, b, c, d, e, f, g, h])
             }));
         }
         Self {
@@ -93,6 +96,7 @@ impl Pool {
             num_slots,
             reserved_slot,
             slots,
+            descales,
             table,
             layers,
         }
@@ -118,18 +122,8 @@ impl Pool {
 
     /// Descales of K and V of a layer, where the pool is FP8.
     pub(crate) fn descales(&self, layer: usize) -> Option<[f32; 2]> {
-        let words = &self.table[2 * self.layers..];
-        let half = |index: usize| {
-            let bytes = words.get(index / 2)?.to_ne_bytes();
-            let [a, b, c, d, e, f, g, h] = bytes;
-            let bytes = if index.is_multiple_of(2) {
-                [a, b, c, d]
-            } else {
-                [e, f, g, h]
-            };
-            Some(f32::from_ne_bytes(bytes))
-        };
-        Some([half(layer)?, half(self.layers + layer)?])
+        let [k, v] = self.descales.as_ref()?;
+        Some([k[layer], v[layer]])
     }
 
     /// Addresses of the parts of a copy of the table at `address`: bases of K and of V, descales
@@ -137,8 +131,8 @@ impl Pool {
     pub(crate) fn table_at(&self, address: u64) -> [u64; 4] {
         let layers = self.layers as u64;
         let descales = address + 16 * layers;
-        let [k, v] = if self.table.len() > 2 * self.layers {
-            [descales, descales + 4 * layers]
+        let [k, v] = if self.descales.is_some() {
+            [descales, descales + 16 * layers]
         } else {
             [0, 0]
         };

@@ -94,9 +94,10 @@ pub struct Params {
     pub value_scale: u64,
     /// `slots[0]` (pool only).
     pub slots: u64,
-    /// `k_descale[0]`, f32, contiguous; 0 when there is none (pool only).
+    /// `k_descale` of the first layer as a [`Reciprocal`](crate::arith::Reciprocal), contiguous; 0
+    /// when there is none (only 8-bit pools have descales).
     pub k_descale: u64,
-    /// `v_descale[0]`, f32, contiguous; 0 when there is none (pool only).
+    /// `v_descale` likewise.
     pub v_descale: u64,
     /// The [`Status`] record.
     pub status: u64,

@@ -62,7 +62,8 @@ pub fn rotate(first: f32, second: f32, cos: f32, sin: f32) -> (f32, f32) {
     (first * cos - second * sin, second * cos + first * sin)
 }
 
-/// Many divisions by one divisor, each quotient on its way to an 8-bit float.
+/// Division by one divisor of many dividends, each quotient on its way to an 8-bit float: prepared
+/// on the host, read by the kernels as it lies in memory.
 ///
 /// Such a quotient is rounded to f32 and then to 8 bits; only those f32 matter where the second
 /// rounding changes sides. With `high + low` for the reciprocal, two operations give a quotient
@@ -74,46 +75,107 @@ pub fn rotate(first: f32, second: f32, cos: f32, sin: f32) -> (f32, f32) {
 /// 1 or -1. Let the significands be integers, A of the dividend and B of the divisor. Being within
 /// 2^-45 of m means A * 2^s - m * B = e with |e| <= 16, s >= 20. Modulo 2^20, B or -B is then
 /// e; e = 0 cannot be, since m has 25 bits, is odd, and would divide A. So wherever the last 20
-/// bits of B are not within 16 of 0, or are 0, the quotient is right; for other divisors, and for
-/// those so large or small that a step could overflow or lose bits, [`Self::new`] gives nothing.
-#[derive(Clone, Copy, Debug)]
+/// bits of B are not within 16 of 0, or are 0, the quotient is right.
+///
+/// Other divisors, and those so large or small that a step could overflow or lose bits, take a
+/// longer way, which gives the correctly rounded quotient of any two numbers: both are scaled by a
+/// power of two, and the quotient is corrected by its exact remainder (Markstein, "Computation of
+/// elementary functions on the IBM RISC System/6000 processor", 1990, theorem 7).
+#[repr(C, align(8))]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Reciprocal {
+    /// `high + low` is the reciprocal to twice the precision.
     high: f32,
     low: f32,
+    /// The scaled divisor where the long way is to be taken, else 0.
+    divisor: f32,
+    /// What dividends are multiplied with first on the long way.
+    scale: f32,
 }
 
 impl Reciprocal {
-    /// Prepares division by `divisor`; `None` where only a true division is right. `fma` rounds
-    /// `a * b + c` once.
-    #[inline(always)]
-    pub fn new(divisor: f32, fma: impl Fn(f32, f32, f32) -> f32) -> Option<Self> {
-        const RANGE: core::ops::Range<u32> = (127 - 40) << 23..(127 + 40) << 23;
-        // Twice and four times as far from 0 as the proof asks.
+    /// Prepares division by `divisor`, which is finite and above 0.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub fn new(divisor: f32) -> Self {
+        // Four times as far from 0 as the proof asks.
         const NEAR: u32 = 64;
-        let bits = divisor.to_bits();
-        let last = bits & 0xf_ffff;
+        let last = divisor.to_bits() & 0xf_ffff;
         let near = last != 0 && last.wrapping_add(NEAR) & 0xf_ffff <= 2 * NEAR;
-        if near || bits < RANGE.start || bits >= RANGE.end {
-            return None;
-        }
-        // `high` is not above the reciprocal, so that `low` is positive and infinite dividends
-        // meet no infinity of the other sign. Both errors are exact.
+        let power = |exponent: i32| f32::from_bits(((127 + exponent) as u32) << 23);
+        let scale = if divisor < power(-104) {
+            power(126)
+        } else if divisor < power(-40) {
+            power(64)
+        } else if divisor < power(40) {
+            1.0
+        } else if divisor < power(104) {
+            power(-64)
+        } else {
+            power(-104)
+        };
+        let divisor = divisor * scale;
         let nearest = 1.0 / divisor;
-        let below = if fma(-divisor, nearest, 1.0) < 0.0 {
-            f32::from_bits(nearest.to_bits() - 1)
+        // Errors of a reciprocal are exact in f32.
+        let error = |reciprocal: f32| (-divisor).mul_add(reciprocal, 1.0);
+        if near || scale != 1.0 {
+            return Self {
+                high: nearest,
+                low: error(nearest) * nearest,
+                divisor,
+                scale,
+            };
+        }
+        // `high` is not above the reciprocal, so that `low` is positive: an infinite dividend then
+        // meets no infinity of the other sign. Nor is `low` 0: that would make it NaN.
+        let high = if error(nearest) < 0.0 {
+            nearest.next_down()
         } else {
             nearest
         };
-        let low = fma(-divisor, below, 1.0) * below;
-        // Not 0 either: an infinity times 0 would be NaN.
-        let low = if low > 0.0 { low } else { f32::from_bits(1) };
-        Some(Self { high: below, low })
+        Self {
+            high,
+            low: (error(high) * high).max(f32::from_bits(1)),
+            divisor: 0.0,
+            scale,
+        }
     }
 
-    /// `dividend / divisor`, good for a conversion to 8 bits.
+    /// From the words of a [`Reciprocal`] in memory.
     #[inline(always)]
-    pub fn quotient(self, dividend: f32, fma: impl Fn(f32, f32, f32) -> f32) -> f32 {
-        fma(dividend, self.high, dividend * self.low)
+    pub fn from_words(words: [[u32; 2]; 2]) -> Self {
+        Self {
+            high: f32::from_bits(words[0][0]),
+            low: f32::from_bits(words[0][1]),
+            divisor: f32::from_bits(words[1][0]),
+            scale: f32::from_bits(words[1][1]),
+        }
+    }
+
+    /// The words of this in memory.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub fn to_words(self) -> [u32; 4] {
+        [self.high, self.low, self.divisor, self.scale].map(f32::to_bits)
+    }
+
+    /// `dividends / divisor`, good for a conversion to 8 bits. `fma` rounds `a * b + c` once.
+    #[inline(always)]
+    pub fn quotients<const N: usize>(
+        self,
+        dividends: [f32; N],
+        fma: impl Fn(f32, f32, f32) -> f32,
+    ) -> [f32; N] {
+        if self.divisor == 0.0 {
+            return dividends.map(|x| fma(x, self.high, x * self.low));
+        }
+        dividends.map(|x| {
+            let x = x * self.scale;
+            let faithful = fma(x, self.high, x * self.low);
+            let remainder = fma(-faithful, self.divisor, x);
+            let quotient = fma(remainder, self.high, faithful);
+            // Beyond these the quotient becomes 0, or the largest number, or NaN, as x does.
+            let moderate = 7.9e-31 < x.abs() && x.abs() < 1.2e24;
+            if moderate { quotient } else { x }
+        })
     }
 }
 
@@ -160,7 +222,8 @@ mod tests {
     }
 
     fn same_bytes(dividend: f32, divisor: f32, reciprocal: Reciprocal) {
-        let (quick, exact) = (reciprocal.quotient(dividend, fma), dividend / divisor);
+        let [quick] = reciprocal.quotients([dividend], fma);
+        let exact = dividend / divisor;
         for convert in [convert::e4m3_from_f32, convert::e5m2_from_f32] {
             assert_eq!(
                 convert(quick),
@@ -172,115 +235,97 @@ mod tests {
 
     /// Every f32 at which a conversion to 8 bits changes sides.
     fn ties() -> std::vec::Vec<f32> {
-        let e4m3 =
-            (0..0x7eu8).map(|code| (convert::e4m3_to_f32(code), convert::e4m3_to_f32(code + 1)));
-        let e5m2 =
-            (0..0x7bu8).map(|code| (convert::e5m2_to_f32(code), convert::e5m2_to_f32(code + 1)));
-        e4m3.chain(e5m2)
-            .map(|(low, high)| (low + high) / 2.0)
+        let middles = |decode: fn(u8) -> f32, max: u8| {
+            (0..max).map(move |code| (decode(code) + decode(code + 1)) / 2.0)
+        };
+        middles(convert::e4m3_to_f32, 0x7e)
+            .chain(middles(convert::e5m2_to_f32, 0x7b))
             .collect()
     }
 
-    fn divisors() -> impl Iterator<Item = f32> {
+    fn random() -> impl FnMut() -> u32 {
         let mut state = 1u32;
-        let mut random = move || {
+        move || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             state >> 8
-        };
-        // Whole powers of two, divisors just outside of the excluded ones, whatever else.
-        (0..4000u32).map(move |i| {
+        }
+    }
+
+    /// Both ways, with dividends on both sides of what decides a byte.
+    fn check_around_ties(divisor: f32) {
+        let reciprocal = Reciprocal::new(divisor);
+        for tie in ties() {
+            let mut dividend = tie * divisor;
+            for _ in 0..3 {
+                dividend = dividend.next_down();
+            }
+            for _ in 0..7 {
+                same_bytes(dividend, divisor, reciprocal);
+                same_bytes(-dividend, divisor, reciprocal);
+                dividend = dividend.next_up();
+            }
+        }
+    }
+
+    #[test]
+    fn quotients_convert_like_those_of_a_division() {
+        let mut random = random();
+        let mut short = 0;
+        for i in 0..4000u32 {
             let exponent = (127 - 20 + i % 40) << 23;
             let top = (random() & 7) << 20;
+            // Powers of two and the like, divisors just beside those of the long way, any.
             let last = match i % 4 {
                 0 => 0,
                 1 => 65 + random() % 64,
                 2 => (1 << 20) - 65 - random() % 64,
                 _ => random() & 0xf_ffff,
             };
-            f32::from_bits(exponent | top | last)
-        })
+            let divisor = f32::from_bits(exponent | top | last);
+            short += u32::from(Reciprocal::new(divisor).divisor == 0.0);
+            check_around_ties(divisor);
+        }
+        assert!(short > 3900, "{short}");
     }
 
     #[test]
-    fn quotients_convert_like_those_of_a_division() {
-        let ties = ties();
-        let mut tried = 0;
-        for divisor in divisors() {
-            let Some(reciprocal) = Reciprocal::new(divisor, fma) else {
-                continue;
+    fn the_long_way_too() {
+        let mut random = random();
+        for i in 0..4000u32 {
+            let top = (random() & 7) << 20;
+            let divisor = match i % 4 {
+                0 => f32::from_bits((127 - 20 + i % 40) << 23 | top | (1 + random() % 64)),
+                1 => f32::from_bits(((127 - 20 + i % 40) << 23 | top) - 1 - random() % 64),
+                2 => f32::from_bits((1 + random() % 86) << 23 | random() & 0x7f_ffff),
+                _ => f32::from_bits((168 + random() % 86) << 23 | random() & 0x7f_ffff),
             };
-            tried += 1;
-            for tie in &ties {
-                let middle = tie * divisor;
-                let mut dividend = middle;
-                for _ in 0..3 {
-                    dividend = dividend.next_down();
-                }
-                for _ in 0..7 {
-                    same_bytes(dividend, divisor, reciprocal);
-                    same_bytes(-dividend, divisor, reciprocal);
-                    dividend = dividend.next_up();
-                }
-            }
+            assert_ne!(Reciprocal::new(divisor).divisor, 0.0, "{divisor:e}");
+            check_around_ties(divisor);
         }
-        assert!(tried > 3900, "{tried}");
     }
 
     #[test]
     fn quotients_of_every_16_bit_value() {
-        for divisor in [
-            0.05,
-            1.0,
-            0.75,
-            448.0,
-            3.3e-5,
-            1e9,
-            f32::from_bits(0x3f80_0041),
-        ] {
-            let reciprocal = Reciprocal::new(divisor, fma).unwrap();
+        let divisors = [0.05, 1.0, 0.75, 448.0, 3.3e-5, 1e9, 1e-30, 3e38];
+        let near = [0x3f80_0041, 0x3f80_0001, 0x3fff_ffff, 1, 0x7f7f_ffff].map(f32::from_bits);
+        for divisor in divisors.into_iter().chain(near) {
+            let reciprocal = Reciprocal::new(divisor);
             for bits in 0..=u16::MAX {
                 same_bytes(convert::bf16_to_f32(bits), divisor, reciprocal);
                 same_bytes(convert::f16_to_f32(bits), divisor, reciprocal);
             }
-        }
-        for value in [
-            0.0,
-            f32::INFINITY,
-            f32::MAX,
-            f32::MIN_POSITIVE,
-            f32::from_bits(1),
-        ] {
-            let reciprocal = Reciprocal::new(0.3, fma).unwrap();
-            same_bytes(value, 0.3, reciprocal);
-            same_bytes(-value, 0.3, reciprocal);
+            for value in [0.0, f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1)] {
+                same_bytes(value, divisor, reciprocal);
+                same_bytes(-value, divisor, reciprocal);
+            }
         }
     }
 
     #[test]
-    fn some_divisors_are_left_to_a_division() {
-        for bits in [
-            0x3f80_0001,
-            0x3f80_0040,
-            0x3fff_ffff,
-            0x3fef_ffff,
-            0x3f90_0001,
-        ] {
-            assert!(
-                Reciprocal::new(f32::from_bits(bits), fma).is_none(),
-                "{bits:#x}"
-            );
-        }
-        for divisor in [
-            1e-13,
-            1e13,
-            f32::MIN_POSITIVE,
-            f32::MAX,
-            f32::INFINITY,
-            f32::NAN,
-            0.0,
-            -1.0,
-        ] {
-            assert!(Reciprocal::new(divisor, fma).is_none(), "{divisor:e}");
-        }
+    fn a_reciprocal_survives_memory() {
+        let reciprocal = Reciprocal::new(0.3);
+        let [a, b, c, d] = reciprocal.to_words();
+        assert_eq!(Reciprocal::from_words([[a, b], [c, d]]), reciprocal);
+        assert_eq!(size_of::<Reciprocal>(), 16);
     }
 }

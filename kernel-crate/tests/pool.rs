@@ -5,6 +5,7 @@ mod common;
 
 use common::{Memory, Random, encode, size};
 use fused_kv_kernels::abi::{Code, FastDivisor, Params, Status, flags};
+use fused_kv_kernels::arith::Reciprocal;
 use fused_kv_kernels::emulator;
 use fused_kv_kernels::launch::{Facts, Path};
 
@@ -50,6 +51,7 @@ fn check(case: &Case) -> usize {
     let eps = [1e-6f32, 1e-2];
     let scale = [1.0f32, 0.612];
     let descales = [[0.5f32, 3.0], [0.17, 1.0]];
+    let reciprocals = descales.map(|descales| descales.map(Reciprocal::new));
     let positions: [i64; TOKENS] = [0, 4, 1, TABLE_ROWS as i64, 2, -1];
     // Written, past the end, reserved, bad position, skipped, past the end again.
     let slots: [i32; TOKENS] = [9, SLOTS as i32, RESERVED as i32, 1, i32::MIN, i32::MAX];
@@ -154,8 +156,10 @@ fn check(case: &Case) -> usize {
         params.page_divisor = FastDivisor::new(case.page_size as u32);
     }
     if fp8 {
-        (params.k_descale, params.v_descale) =
-            (descales[0].as_ptr() as u64, descales[1].as_ptr() as u64);
+        (params.k_descale, params.v_descale) = (
+            reciprocals[0].as_ptr() as u64,
+            reciprocals[1].as_ptr() as u64,
+        );
     }
     params.out_dtype = case.pool as u32;
     (params.k_outer, params.k_token, params.k_head) = (page, token, head);

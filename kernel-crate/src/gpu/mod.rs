@@ -40,6 +40,10 @@ pub trait Device: Copy {
     /// one in the stream where the launch allowed this one to start early.
     fn begin(self) {}
 
+    /// Keeps loads where they are, above or below: without it, an assembler that saves registers
+    /// moves them behind waits for others. Every lane of a warp gets here, as for shuffles.
+    fn keep_order(self) {}
+
     /// The value of the lane whose index differs by the bits of `mask`.
     fn shuffle_xor(self, value: f32, mask: u32) -> f32;
     /// The value of lane `lane`.

@@ -98,6 +98,13 @@ impl Device for Gpu {
     }
 
     #[inline(always)]
+    fn keep_order(self) {
+        // Orders the memory accesses of a warp's lanes: no assembler moves any across it.
+        // SAFETY: every lane gets here (the trait's rule).
+        unsafe { asm!("bar.warp.sync 0xffffffff;", options(nostack)) };
+    }
+
+    #[inline(always)]
     fn shuffle_xor(self, value: f32, mask: u32) -> f32 {
         // SAFETY: every lane gets here (the trait's rule).
         unsafe { generator::shuffle_xor(value, mask) }

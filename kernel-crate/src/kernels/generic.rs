@@ -7,7 +7,9 @@
 //! first-level cache.
 
 use super::vector::ANY;
-use super::{F32, Place, at, load_f32, narrow, narrow_8, report_skipped, size, widen};
+use super::{
+    F32, Place, at, load_f32, load_reciprocal, narrow, narrow_8, report_skipped, size, widen,
+};
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::convert;
@@ -261,11 +263,11 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
         let write = active && token.write;
         let scaled = p.value_scale != 0;
         let scale = load_f32(d, scaled, p.value_scale, layer);
-        let k_descaled = POOL && p.k_descale != 0;
-        let k_descale = load_f32(d, k_descaled, p.k_descale, layer);
-        let v_descaled = POOL && p.v_descale != 0;
-        let v_descale = load_f32(d, v_descaled, p.v_descale, layer);
-        let copies = !scaled && !v_descaled && out_dtype == kv_dtype;
+        // Only 8-bit pools have descales.
+        let narrow = POOL && size(out_dtype) == 1;
+        let k_descale = load_reciprocal(d, narrow, p.k_descale, layer);
+        let v_descale = load_reciprocal(d, narrow, p.v_descale, layer);
+        let copies = !scaled && out_dtype == kv_dtype;
 
         let weight = at(p.k_norm_weight, layer, p.weight_layer);
         let sines = token
@@ -369,9 +371,12 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                         } else {
                             own
                         };
-                        if k_descaled { y / k_descale } else { y }
+                        y
                     };
-                    let k = [turn(0), if E == 2 { turn(1) } else { 0.0 }];
+                    let mut k = [turn(0), if E == 2 { turn(1) } else { 0.0 }];
+                    if narrow {
+                        k = k_descale.quotients(k, |a, b, c| d.fma(a, b, c));
+                    }
                     let to = step_to(k_to, j, p.k_head);
                     store_raw::<E>(d, when, to, encode(d, k, out_dtype), out_dtype, policy);
 
@@ -383,9 +388,12 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                             if scaled {
                                 y *= scale;
                             }
-                            if v_descaled { y / v_descale } else { y }
+                            y
                         };
-                        let y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
+                        let mut y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
+                        if narrow {
+                            y = v_descale.quotients(y, |a, b, c| d.fma(a, b, c));
+                        }
                         encode(d, y, out_dtype)
                     };
                     store_raw::<E>(d, when, step_to(v_to, j, p.v_head), v, out_dtype, policy);

@@ -39,6 +39,7 @@ macro_rules! for_each_entry {
 pub use for_each_entry;
 
 use crate::abi::{Code, Params, Status, flags};
+use crate::arith::Reciprocal;
 use crate::convert;
 use crate::gpu::Device;
 
@@ -164,6 +165,23 @@ fn pool_f32(value: f32) -> f32 {
 unsafe fn load_f32(d: impl Device, when: bool, base: u64, index: u32) -> f32 {
     // SAFETY: the caller's promise.
     f32::from_bits(unsafe { d.load_32(when, at(base, index, 4)) })
+}
+
+/// Element `index` of an array of reciprocals, or zeros.
+///
+/// # Safety
+///
+/// As for [`Device::load_16`], for that element.
+#[inline(always)]
+unsafe fn load_reciprocal(d: impl Device, when: bool, base: u64, index: u32) -> Reciprocal {
+    let address = at(base, index, 16);
+    // SAFETY: the caller's promise.
+    unsafe {
+        Reciprocal::from_words([
+            d.load_64(when, address),
+            d.load_64(when, address.wrapping_add(8)),
+        ])
+    }
 }
 
 /// Where the rows of a token go.

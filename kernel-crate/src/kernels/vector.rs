@@ -6,8 +6,8 @@
 //! units of 16 bytes, lane after lane.
 
 use super::{
-    BF16, E4M3, E5M2, F16, F32, Place, at, load_f32, narrow, narrow_8, pool_f32, report_skipped,
-    size, widen,
+    BF16, E4M3, E5M2, F16, F32, Place, at, load_f32, load_reciprocal, narrow, narrow_8, pool_f32,
+    report_skipped, size, widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
@@ -262,14 +262,11 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         let eps = load_f32(d, true, p.eps, layer);
         // Only 8-bit pools have descales.
         let narrow = S::POOL && size(out_dtype) == 1;
-        let k_descale = load_f32(d, narrow, p.k_descale, layer);
-        let v_descale = load_f32(d, narrow, p.v_descale, layer);
+        let k_descale = load_reciprocal(d, narrow, p.k_descale, layer);
+        let v_descale = load_reciprocal(d, narrow, p.v_descale, layer);
 
+        d.keep_order();
         let token = place.resolve(p, S::POOL, token_index);
-        // Here, since a branch keeps the loads above it above the wait for the position.
-        if !token.write && active && lane == 0 && head == 0 && layer == 0 {
-            report_skipped(d, p, S::POOL, token_index);
-        }
 
         // Angles: rotated neox lanes have eight for their pair of chunks, interleaved ones four
         // for each chunk.
@@ -296,9 +293,10 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
             (cos_b, sin_b) = (Words([0; 8]), Words([0; 8]));
         }
 
-        let k_descale = Descale::new(d, narrow, k_descale);
-        let v_descale = Descale::new(d, narrow, v_descale);
-
+        d.keep_order();
+        if !token.write && active && lane == 0 && head == 0 && layer == 0 {
+            report_skipped(d, p, S::POOL, token_index);
+        }
         // The sum of squares: chunks in a lane, then the tree over the lanes. A chunk that does
         // not exist counts as the padding of the tree.
         let x_a = raw_a.decode(d, S::KV);
@@ -359,7 +357,10 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
                 pairs.map(|(_, second)| second),
             );
         }
-        (y_a, y_b) = k_descale.divide(d, y_a, y_b);
+        let fma = |a, b, c| d.fma(a, b, c);
+        if narrow {
+            (y_a, y_b) = (k_descale.quotients(y_a, fma), k_descale.quotients(y_b, fma));
+        }
         if S::POOL && out_dtype == F32 {
             (y_a, y_b) = (y_a.map(pool_f32), y_b.map(pool_f32));
         }
@@ -395,68 +396,30 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         } else {
             let scaled = p.value_scale != 0;
             let scale = load_f32(d, scaled, p.value_scale, layer);
-            let decode = |raw: [u32; 4]| {
+            let convert = |raw: [u32; 4], step: u32| {
                 let words = Words([raw[0], raw[1], raw[2], raw[3], 0, 0, 0, 0]);
-                let y = words.decode(d, S::KV);
-                if scaled { y.map(|y| y * scale) } else { y }
-            };
-            let store = |y: [f32; 8], step: u32| {
-                let y = if S::POOL && out_dtype == F32 {
-                    y.map(pool_f32)
-                } else {
-                    y
-                };
+                let mut y = words.decode(d, S::KV);
+                if scaled {
+                    y = y.map(|y| y * scale);
+                }
+                if narrow {
+                    y = v_descale.quotients(y, fma);
+                }
+                if S::POOL && out_dtype == F32 {
+                    y = y.map(pool_f32);
+                }
                 if S::KV == F32 {
                     store_half(d, when(step), to(step), y, out_dtype, policy);
                 } else {
                     store(d, when(step), to(step), y, out_dtype, policy);
                 }
             };
-            let pair = |first: [u32; 4], second: [u32; 4], step: u32| {
-                let (y, z) = v_descale.divide(d, decode(first), decode(second));
-                store(y, step);
-                store(z, step + 1);
-            };
-            pair(v[0], v[1], 0);
+            convert(v[0], 0);
+            convert(v[1], 1);
             if S::KV == F32 {
-                pair(v_more[0], v_more[1], 2);
+                convert(v_more[0], 2);
+                convert(v_more[1], 3);
             }
-        }
-    }
-}
-
-/// What elements of one layer are divided by on their way to an 8-bit pool.
-#[derive(Clone, Copy)]
-struct Descale {
-    divides: bool,
-    divisor: f32,
-    /// Prepared while `kv` is on its way.
-    reciprocal: Option<arith::Reciprocal>,
-}
-
-impl Descale {
-    #[inline(always)]
-    fn new(d: impl Device, narrow: bool, divisor: f32) -> Self {
-        Self {
-            divides: narrow,
-            divisor,
-            reciprocal: if narrow {
-                arith::Reciprocal::new(divisor, |a, b, c| d.fma(a, b, c))
-            } else {
-                None
-            },
-        }
-    }
-
-    #[inline(always)]
-    fn divide(self, d: impl Device, y: [f32; 8], z: [f32; 8]) -> ([f32; 8], [f32; 8]) {
-        match self.reciprocal {
-            Some(reciprocal) => {
-                let quotient = |y| reciprocal.quotient(y, |a, b, c| d.fma(a, b, c));
-                (y.map(quotient), z.map(quotient))
-            }
-            None if self.divides => (y.map(|y| y / self.divisor), z.map(|z| z / self.divisor)),
-            None => (y, z),
         }
     }
 }
