@@ -293,7 +293,6 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
             (cos_b, sin_b) = (Words([0; 8]), Words([0; 8]));
         }
 
-        d.keep_order();
         if !token.write && active && lane == 0 && head == 0 && layer == 0 {
             report_skipped(d, p, S::POOL, token_index);
         }
