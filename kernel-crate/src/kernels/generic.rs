@@ -3,7 +3,9 @@
 //! First the lanes add squares in the order of the contract: `2^lane_shift` lanes share a head,
 //! lane j takes chunks j, j + lanes, ... Then, head after head, lane j computes and stores `E`
 //! elements at `j * E`, so that neighbouring lanes write neighbouring bytes whatever the
-//! alignment. K and the element that it is rotated with are read again for that: they are in the
+//! alignment. Where every row starts one element behind a pair (`SHIFT` 1), the pairs in memory are
+//! elements 1 and 2, 3 and 4, ...: lane j takes those at `2 * j + 1`, and the lane of element D - 1,
+//! which has no neighbour, takes element 0 with it, both as singles. K and the element that it is rotated with are read again for that: they are in the
 //! first-level cache.
 
 use super::vector::ANY;
@@ -67,6 +69,57 @@ unsafe fn store_raw<const E: u32>(
     }
 }
 
+/// The elements of a lane, raw: `E` of them at `at[0]`, or, where they are `apart`, singles at
+/// `at[0]` and `at[1]`.
+///
+/// # Safety
+///
+/// As for [`load_raw`].
+#[inline(always)]
+unsafe fn load_slot<const E: u32, const SHIFT: u32>(
+    d: impl Device,
+    when: bool,
+    apart: bool,
+    at: [u64; 2],
+    dtype: u32,
+) -> [u32; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if SHIFT == 0 {
+            return load_raw::<E>(d, when, at[0], 0, dtype);
+        }
+        let pair = load_raw::<2>(d, when && !apart, at[0], 0, dtype);
+        let single = |i: usize| load_raw::<1>(d, when && apart, at[i], 0, dtype)[0];
+        // What is not loaded is zero.
+        [pair[0] | single(0), pair[1] | single(1)]
+    }
+}
+
+/// Stores what [`load_slot`] loaded.
+///
+/// # Safety
+///
+/// As for [`store_raw`].
+#[inline(always)]
+unsafe fn store_slot<const E: u32, const SHIFT: u32>(
+    d: impl Device,
+    when: bool,
+    apart: bool,
+    at: [u64; 2],
+    raw: [u32; 2],
+    dtype: u32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if SHIFT == 0 {
+            return store_raw::<E>(d, when, at[0], raw, dtype);
+        }
+        store_raw::<2>(d, when && !apart, at[0], raw, dtype);
+        store_raw::<1>(d, when && apart, at[0], [raw[0], 0], dtype);
+        store_raw::<1>(d, when && apart, at[1], [raw[1], 0], dtype);
+    }
+}
+
 #[inline(always)]
 fn decode(d: impl Device, raw: u32, dtype: u32) -> f32 {
     if dtype == F32 {
@@ -97,9 +150,10 @@ fn encode(d: impl Device, y: [f32; 2], dtype: u32) -> [u32; 2] {
 ///
 /// # Safety
 ///
-/// As for [`load_raw`], for the elements of that chunk.
+/// As for [`load_raw`], for the elements of that chunk, and for one element behind the row (behind
+/// rows of K there are those of V).
 #[inline(always)]
-unsafe fn chunk_sum<const E: u32>(
+unsafe fn chunk_sum<const E: u32, const SHIFT: u32>(
     d: impl Device,
     when: bool,
     row: u64,
@@ -115,7 +169,20 @@ unsafe fn chunk_sum<const E: u32>(
         unsafe { load_raw::<E>(d, when && index < head_dim, row, index, dtype) }
     };
     let x = |raw: u32| decode(d, raw, dtype);
-    if E == 2 {
+    if SHIFT == 1 {
+        let single = |i: u32| {
+            let index = chunk * 8 + i;
+            // SAFETY: the caller's promise.
+            unsafe { load_raw::<1>(d, when && index < head_dim, row, index, dtype)[0] }
+        };
+        let (first, a, b, c, last) = (single(0), raw(1), raw(3), raw(5), single(7));
+        // The row may end between the two of a pair.
+        let second = |pair: [u32; 2], i: u32| {
+            if chunk * 8 + i < head_dim { pair[1] } else { 0 }
+        };
+        let (a1, b1, c1) = (second(a, 2), second(b, 4), second(c, 6));
+        arith::chunk_sum(&[first, a[0], a1, b[0], b1, c[0], c1, last].map(x))
+    } else if E == 2 {
         let (a, b, c, e) = (raw(0), raw(2), raw(4), raw(6));
         let all = [a[0], a[1], b[0], b[1], c[0], c[1], e[0], e[1]];
         arith::chunk_sum(&all.map(x))
@@ -179,16 +246,20 @@ unsafe fn load_both<const E: u32>(
 /// Heads that a lane has in flight together.
 const HEADS: usize = 4;
 
-/// One thread of the kernel; `E` elements (1 or 2) at a time, `kv` of dtype `KV` ([`ANY`] to read
-/// it from the parameters).
+/// One thread of the kernel; `E` elements (1 or 2) at a time, pairs from element `SHIFT` (0 or 1)
+/// on, `kv` of dtype `KV` ([`ANY`] to read it from the parameters).
 ///
 /// # Safety
 ///
 /// `p` describes live tensors that do not overlap, whose rows of K and V (sources and
-/// destinations) are aligned to `E` elements; the grid is the one that [`crate::launch`] gives,
+/// destinations) are aligned to `E` elements, or, with `SHIFT` 1, start one element behind a pair;
+/// the grid is the one that [`crate::launch`] gives,
 /// with at least one row.
 #[inline(always)]
-pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D, p: &Params) {
+pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, const POOL: bool>(
+    d: D,
+    p: &Params,
+) {
     let thread = d.thread();
     let warp_lane = thread & 31;
     let layer = d.layer();
@@ -241,7 +312,7 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
             // Up to 1024 elements are 128 chunks: four for each of 32 lanes.
             let chunk = lane + step * lanes;
             if step * lanes * 8 < head_dim {
-                chunk_sum::<E>(d, sums, k_row, chunk, head_dim, kv_dtype)
+                chunk_sum::<E, SHIFT>(d, sums, k_row, chunk, head_dim, kv_dtype)
             } else {
                 0.0
             }
@@ -274,12 +345,13 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
         // Elements: `step` and `g` are the same for the whole warp, so its shuffles meet.
         let mut step = 0;
         while step < head_dim {
-            let e = step + warp_lane * E;
+            let e = step + warp_lane * E + SHIFT;
             let inside = write && e < head_dim;
+            let apart = SHIFT == 1 && e + 1 == head_dim;
+            let own = [e, if apart { 0 } else { e + E - 1 }];
             // For each of the E elements: whether it is rotated, as which half of its pair, with
             // which other element and by which angle.
-            let element = |i: u32| {
-                let e = e + i;
+            let element = |e: u32| {
                 let rotated = inside && e < rotary_dim;
                 let second = if interleaved { e & 1 == 1 } else { e >= half };
                 let partner = match (interleaved, second) {
@@ -295,12 +367,11 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                 };
                 (rotated, second, partner, angle)
             };
-            let (first, last) = (element(0), element(E - 1));
+            let (first, last) = (element(own[0]), element(own[1]));
             let rotated = [first.0, last.0];
             let second = [first.1, last.1];
             let partner = [first.2, last.2];
             let angle = [first.3, last.3];
-            let own = [e, e + E - 1];
             let weights = load_both::<E>(d, [inside; 2], [weight; 2], own, partner, p.weight_dtype);
             let w = weights.map(|both| both.map(|w| arith::effective_weight(w, offset)));
             let angles = load_both::<E>(
@@ -320,9 +391,9 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
             };
             let angles = [sign(0), sign(1)];
             let in_row = |index: u32, dtype: u32| (index * size(dtype)) as u64;
-            let own_offset = in_row(e, kv_dtype);
+            let own_offset = own.map(|own| in_row(own, kv_dtype));
             let partner_offset = partner.map(|partner| in_row(partner, kv_dtype));
-            let out_offset = in_row(e, out_dtype);
+            let out_offset = own.map(|own| in_row(own, out_dtype));
 
             let mut g = 0;
             while g < per_batch {
@@ -336,24 +407,28 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                     base.wrapping_add((j as i64).wrapping_mul(stride) as u64)
                 };
                 let k_from = at(source, first, row_bytes);
-                let k_own = k_from.wrapping_add(own_offset);
+                let k_own = own_offset.map(|offset| k_from.wrapping_add(offset));
                 let k_other = partner_offset.map(|offset| k_from.wrapping_add(offset));
-                let v_own = k_own.wrapping_add(p.kv_value as u64);
+                let v_own = k_own.map(|own| own.wrapping_add(p.kv_value as u64));
                 let at_head = |j: usize| {
                     let when = exists(j);
                     let from = |base: u64| step_to(base, j, row_bytes);
                     let one = |i: usize| load_raw::<1>(d, when, from(k_other[i]), 0, kv_dtype)[0];
                     (
-                        load_raw::<E>(d, when, from(k_own), 0, kv_dtype),
+                        load_slot::<E, SHIFT>(d, when, apart, k_own.map(from), kv_dtype),
                         [one(0), if E == 2 { one(1) } else { 0 }],
-                        load_raw::<E>(d, when, from(v_own), 0, kv_dtype),
+                        load_slot::<E, SHIFT>(d, when, apart, v_own.map(from), kv_dtype),
                     )
                 };
                 let loaded: [_; HEADS] = [at_head(0), at_head(1), at_head(2), at_head(3)];
                 let inv_of = |j: u32| d.shuffle_from(inv, ((g + j) << p.lane_shift) & 31);
                 let invs: [_; HEADS] = [inv_of(0), inv_of(1), inv_of(2), inv_of(3)];
-                let k_to = at(token.destination.k, first, p.k_head).wrapping_add(out_offset);
-                let v_to = at(token.destination.v, first, p.v_head).wrapping_add(out_offset);
+                let to = |base: u64, stride: i64| {
+                    let row = at(base, first, stride);
+                    out_offset.map(|offset| row.wrapping_add(offset))
+                };
+                let k_to = to(token.destination.k, p.k_head);
+                let v_to = to(token.destination.v, p.v_head);
                 let finish = |j: usize| {
                     let (raw, other, v) = loaded[j];
                     let (inv, when) = (invs[j], exists(j));
@@ -371,8 +446,9 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                         if k_descaled { y / k_descale } else { y }
                     };
                     let k = [turn(0), if E == 2 { turn(1) } else { 0.0 }];
-                    let to = step_to(k_to, j, p.k_head);
-                    store_raw::<E>(d, when, to, encode(d, k, out_dtype), out_dtype);
+                    let to = k_to.map(|to| step_to(to, j, p.k_head));
+                    let k = encode(d, k, out_dtype);
+                    store_slot::<E, SHIFT>(d, when, apart, to, k, out_dtype);
 
                     let v = if copies {
                         v
@@ -387,7 +463,8 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
                         let y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
                         encode(d, y, out_dtype)
                     };
-                    store_raw::<E>(d, when, step_to(v_to, j, p.v_head), v, out_dtype);
+                    let to = v_to.map(|to| step_to(to, j, p.v_head));
+                    store_slot::<E, SHIFT>(d, when, apart, to, v, out_dtype);
                 };
                 finish(0);
                 finish(1);
