@@ -52,13 +52,26 @@ fn code(dtype: DType) -> Code {
     }
 }
 
-/// Bitwise or of an address and the strides that are stepped along.
-fn bits(operand: &Operand, extents: &[usize]) -> u64 {
+/// Bitwise or of an address and the strides that are stepped along; the same with the address taken
+/// one element lower.
+fn bits(operand: &Operand, extents: &[usize]) -> [u64; 2] {
     let strides = operand.strides.iter().zip(extents);
     let stepped = strides.filter(|(_, extent)| **extent > 1);
-    stepped.fold(operand.address as u64, |bits, (stride, _)| {
-        bits | *stride as u64
-    })
+    let strides = stepped.fold(0, |bits, (stride, _)| bits | *stride as u64);
+    both_bases(operand.address, operand.dtype).map(|base| base | strides)
+}
+
+/// An address, and the one an element before it.
+fn both_bases(address: usize, dtype: DType) -> [u64; 2] {
+    [
+        address as u64,
+        (address as u64).wrapping_sub(dtype.size() as u64),
+    ]
+}
+
+/// Bitwise or, each with its own.
+fn or(a: [u64; 2], b: [u64; 2]) -> [u64; 2] {
+    [a[0] | b[0], a[1] | b[1]]
 }
 
 fn small(what: &'static str, value: usize, limit: u32) -> Result<u32, Error> {
@@ -72,10 +85,10 @@ fn small(what: &'static str, value: usize, limit: u32) -> Result<u32, Error> {
     }
 }
 
-/// The same for every row of one half of a pool.
-fn pool_bits(strides: &PoolStrides, bases: impl Iterator<Item = usize>) -> u64 {
-    let strides = strides.page | strides.token | strides.head;
-    bases.fold(strides as u64, |bits, base| bits | base as u64)
+/// The same as [`bits`] for every row of one half of a pool.
+fn pool_bits(strides: &PoolStrides, dtype: DType, bases: impl Iterator<Item = usize>) -> [u64; 2] {
+    let strides = (strides.page | strides.token | strides.head) as u64;
+    bases.fold([strides; 2], |bits, base| or(bits, both_bases(base, dtype)))
 }
 
 /// The launches of a job, in order; none where there is nothing to do. `table` is where the
@@ -103,15 +116,17 @@ pub(crate) fn launches(
     let (out, out_bits) = match target {
         Target::Dense { k, v } => {
             let extents = [layers, tokens, config.num_kv_heads];
-            (k.dtype, bits(k, &extents) | bits(v, &extents))
+            (k.dtype, or(bits(k, &extents), bits(v, &extents)))
         }
         Target::Pool(pool) => {
             let bases = |half: usize| (0..layers).map(move |layer| pool.bases(layer)[half]);
-            let bits = pool_bits(&pool.k, bases(0)) | pool_bits(&pool.v, bases(1));
+            let bits = |half: usize, strides| pool_bits(strides, pool.dtype, bases(half));
+            let bits = or(bits(0, &pool.k), bits(1, &pool.v));
             (pool.dtype, bits)
         }
     };
 
+    let kv_bits = bits(&problem.kv, &[tokens, layers]).map(|bits| bits | head_bytes as u64);
     let facts = Facts {
         heads,
         head_dim: config.head_dim as u32,
@@ -122,10 +137,12 @@ pub(crate) fn launches(
         table: code(problem.table.dtype),
         out: code(out),
         pool: matches!(target, Target::Pool(_)),
-        kv_bits: bits(&problem.kv, &[tokens, layers]) | head_bytes as u64,
-        out_bits,
-        weight_bits: bits(&problem.weight, &[layers]),
-        table_bits: bits(&problem.table, &[problem.table_rows]),
+        kv_bits: kv_bits[0],
+        out_bits: out_bits[0],
+        weight_bits: bits(&problem.weight, &[layers])[0],
+        table_bits: bits(&problem.table, &[problem.table_rows])[0],
+        kv_shifted_bits: kv_bits[1],
+        out_shifted_bits: out_bits[1],
     };
     let path = dispatch.path.unwrap_or_else(|| facts.best_path());
     if let Some(reason) = facts.obstacle(path) {

@@ -9,19 +9,28 @@ pub enum Path {
     Vector,
     /// Two elements at a time: rows aligned to two elements.
     Pairs,
+    /// Two elements at a time: rows that all start one element behind a pair. Elements 1 and 2 are
+    /// a pair, 3 and 4, ...; the first and the last one of a row are moved by one lane.
+    ShiftedPairs,
     /// One element at a time: everything.
     Elements,
 }
 
 impl Path {
     /// All paths, fastest first.
-    pub const ALL: [Self; 3] = [Self::Vector, Self::Pairs, Self::Elements];
+    pub const ALL: [Self; 4] = [
+        Self::Vector,
+        Self::Pairs,
+        Self::ShiftedPairs,
+        Self::Elements,
+    ];
 
     /// The name that options and messages use.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Vector => "vector",
             Self::Pairs => "pairs",
+            Self::ShiftedPairs => "shifted-pairs",
             Self::Elements => "elements",
         }
     }
@@ -70,6 +79,11 @@ pub struct Facts {
     pub weight_bits: u64,
     /// Of the table.
     pub table_bits: u64,
+    /// As `kv_bits`, with every address taken one element lower: the alignment of the rows'
+    /// second elements.
+    pub kv_shifted_bits: u64,
+    /// As `out_bits`, likewise.
+    pub out_shifted_bits: u64,
 }
 
 const fn size(code: Code) -> u64 {
@@ -93,6 +107,15 @@ impl Facts {
             Path::Pairs => {
                 if !aligned(self.kv_bits, 2 * kv) || !aligned(self.out_bits, 2 * out) {
                     Some("rows are not aligned to two elements")
+                } else {
+                    None
+                }
+            }
+            Path::ShiftedPairs => {
+                if !aligned(self.kv_shifted_bits, 2 * kv)
+                    || !aligned(self.out_shifted_bits, 2 * out)
+                {
+                    Some("rows do not all start one element behind a pair")
                 } else {
                     None
                 }
@@ -143,7 +166,7 @@ impl Facts {
         };
         let per_token = match path {
             Path::Vector => self.heads,
-            Path::Pairs | Path::Elements => self.heads.div_ceil(32 / lanes),
+            Path::Pairs | Path::ShiftedPairs | Path::Elements => self.heads.div_ceil(32 / lanes),
         };
         let row_threads = if path == Path::Vector { lanes } else { 32 };
         let threads = threads.unwrap_or_else(|| {
@@ -186,6 +209,7 @@ impl Facts {
                 (Path::Vector, Code::F16) => "fused_kv_pool_f16",
                 (Path::Vector, _) => "fused_kv_pool_f32",
                 (Path::Pairs, _) => "fused_kv_pool_generic_2",
+                (Path::ShiftedPairs, _) => "fused_kv_pool_generic_shifted",
                 (Path::Elements, _) => "fused_kv_pool_generic_1",
             };
         }
@@ -200,6 +224,9 @@ impl Facts {
             (Path::Pairs, Code::Bf16) => "fused_kv_generic_2_bf16",
             (Path::Pairs, Code::F16) => "fused_kv_generic_2_f16",
             (Path::Pairs, _) => "fused_kv_generic_2_f32",
+            (Path::ShiftedPairs, Code::Bf16) => "fused_kv_generic_shifted_bf16",
+            (Path::ShiftedPairs, Code::F16) => "fused_kv_generic_shifted_f16",
+            (Path::ShiftedPairs, _) => "fused_kv_generic_shifted_f32",
             (Path::Elements, Code::Bf16) => "fused_kv_generic_1_bf16",
             (Path::Elements, Code::F16) => "fused_kv_generic_1_f16",
             (Path::Elements, _) => "fused_kv_generic_1_f32",

@@ -24,8 +24,8 @@ struct Case {
     seed: u64,
 }
 
-/// Runs the case on every path that serves it; returns how many did.
-fn check(case: &Case, threads: Option<u32>) -> usize {
+/// Runs the case on every path that serves it; returns which did.
+fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
     let mut random = Random(case.seed);
     let (t, l, h, d, r) = (
         case.tokens,
@@ -70,13 +70,15 @@ fn check(case: &Case, threads: Option<u32>) -> usize {
         out_bits: (case.shift * size(case.kv)) as u64 | (d * size(case.kv)) as u64,
         weight_bits: weight.address() | (d * size(case.weight)) as u64,
         table_bits: table.address() | (r * size(case.table)) as u64,
+        kv_shifted_bits: (kv.address() - size(case.kv) as u64) | (d * size(case.kv)) as u64,
+        out_shifted_bits: ((case.shift + 15) * size(case.kv)) as u64 | (d * size(case.kv)) as u64,
     };
-    let mut ran = 0;
+    let mut ran = Vec::new();
     for path in Path::ALL {
         if facts.obstacle(path).is_some() {
             continue;
         }
-        ran += 1;
+        ran.push(path);
         let k_out = Memory::new(case.kv, l * t * h * d, case.shift * size(case.kv));
         let v_out = Memory::new(case.kv, l * t * h * d, case.shift * size(case.kv));
         let mut status = Status::CLEAR;
@@ -229,11 +231,24 @@ fn reference(
     y
 }
 
+/// The paths that serve rows shifted by `shift` elements.
+fn paths(shift: usize, vector: bool) -> Vec<Path> {
+    let mut paths = Vec::from(match shift {
+        0 => &[Path::Pairs, Path::Elements][..],
+        1 => &[Path::ShiftedPairs, Path::Elements],
+        _ => panic!("a shift of {shift}"),
+    });
+    if vector && shift == 0 {
+        paths.insert(0, Path::Vector);
+    }
+    paths
+}
+
 const FLOATS: [Code; 3] = [Code::Bf16, Code::F16, Code::F32];
 
 #[test]
 fn the_common_geometry() {
-    let case = |seed, threads| {
+    let case = |seed, threads, shift| {
         let case = Case {
             tokens: 4,
             layers: 2,
@@ -246,13 +261,14 @@ fn the_common_geometry() {
             kv: Code::Bf16,
             weight: Code::Bf16,
             table: Code::Bf16,
-            shift: 0,
+            shift,
             seed,
         };
-        assert_eq!(check(&case, threads), 3);
+        assert_eq!(check(&case, threads), paths(shift, true));
     };
-    case(1, None);
-    case(2, Some(256));
+    case(1, None, 0);
+    case(2, Some(256), 0);
+    case(3, Some(128), 1);
 }
 
 #[test]
@@ -260,9 +276,12 @@ fn geometries_that_are_known_to_break_kernels() {
     for (seed, (head_dim, rotary_dim)) in [
         (2, 2),
         (4, 4),
+        (6, 6),
         (8, 8),
         (16, 16),
         (46, 46),
+        (46, 24),
+        (54, 6),
         (64, 24),
         (72, 72),
         (80, 32),
@@ -281,31 +300,28 @@ fn geometries_that_are_known_to_break_kernels() {
     .into_iter()
     .enumerate()
     {
-        for interleaved in [false, true] {
+        for (interleaved, shift) in [(false, 0), (true, 0), (false, 1), (true, 1)] {
             let case = Case {
                 tokens: 3,
                 layers: 1,
-                heads: 2,
+                // Batches of several groups of heads, and what is left of a group.
+                heads: if head_dim <= 80 { 11 } else { 2 },
                 head_dim,
                 rotary_dim,
                 interleaved,
                 offset: interleaved,
                 scaled: !interleaved && head_dim > 64,
-                kv: FLOATS[seed % 3],
+                kv: FLOATS[(seed + shift) % 3],
                 weight: Code::Bf16,
                 table: Code::F32,
-                shift: 0,
+                shift,
                 seed: seed as u64,
             };
             let served = check(&case, None);
             let vector = head_dim % 8 == 0
                 && head_dim <= 512
                 && rotary_dim % if interleaved { 8 } else { 16 } == 0;
-            assert_eq!(
-                served,
-                2 + usize::from(vector),
-                "D={head_dim} R={rotary_dim}"
-            );
+            assert_eq!(served, paths(shift, vector), "D={head_dim} R={rotary_dim}");
         }
     }
 }
@@ -334,10 +350,12 @@ fn random_cases() {
             kv: random.pick(&FLOATS),
             weight: random.pick(&FLOATS),
             table: random.pick(&FLOATS),
-            shift: random.pick(&[0, 0, 0, 1, 2, 4]),
+            shift: random.pick(&[0, 0, 0, 1, 1, 2, 3, 4]),
             seed,
         };
         let threads = random.pick(&[None, Some(64), Some(192)]);
-        assert!(check(&case, threads) > 0);
+        let served = check(&case, threads);
+        assert_eq!(served.last(), Some(&Path::Elements));
+        assert_eq!(served.contains(&Path::ShiftedPairs), case.shift % 2 == 1);
     }
 }

@@ -25,8 +25,8 @@ struct Case {
     /// Heads of a page before its tokens.
     hnd: bool,
     page_size: usize,
-    /// Elements by which the pool is shifted from alignment.
-    shift: usize,
+    /// Elements by which kv and the pool are shifted from alignment.
+    shift: [usize; 2],
 }
 
 /// A page's strides in elements: page, token, head.
@@ -41,11 +41,13 @@ fn strides(case: &Case) -> [usize; 3] {
     [case.page_size * HEADS * d + 16, token, head]
 }
 
-/// Runs the case on every path that serves it; returns how many did.
-fn check(case: &Case) -> usize {
+/// Runs the case on every path that serves it; returns which did.
+fn check(case: &Case) -> Vec<Path> {
     let mut random = Random(case.head_dim as u64);
     let (d, r) = (case.head_dim, case.rotary_dim);
-    let kv = Memory::random(case.kv, TOKENS * LAYERS * 2 * HEADS * d, 0, &mut random);
+    let kv_elements = TOKENS * LAYERS * 2 * HEADS * d;
+    let kv_shift = case.shift[0] * size(case.kv);
+    let kv = Memory::random(case.kv, kv_elements, kv_shift, &mut random);
     let weight = Memory::random(case.kv, LAYERS * d, 0, &mut random);
     let table = Memory::random(case.kv, TABLE_ROWS * r, 0, &mut random);
     let eps = [1e-6f32, 1e-2];
@@ -127,6 +129,9 @@ fn check(case: &Case) -> usize {
         out_bits: (d * size(case.kv)) as u64,
         weight_bits: (d * size(case.kv)) as u64,
         table_bits: (r * size(case.kv)) as u64,
+        kv_shifted_bits: (kv.address() - size(case.kv) as u64) | (d * size(case.kv)) as u64,
+        // Of the pool, below: the dense result takes no part in this.
+        out_shifted_bits: 1,
     };
     let run = |facts: &Facts, path: Path, mut params: Params| {
         let launch = facts.launch(path, (TOKENS * LAYERS) as u64, Some(64));
@@ -166,19 +171,20 @@ fn check(case: &Case) -> usize {
     (params.v_outer, params.v_token, params.v_head) = (page, token, head);
     (facts.pool, facts.out) = (true, case.pool);
 
-    let mut ran = 0;
+    let mut ran = Vec::new();
     for path in Path::ALL {
-        let shift = case.shift * size(case.pool);
+        let shift = case.shift[1] * size(case.pool);
         let elements = (SLOTS as usize).div_ceil(case.page_size) * strides(case)[0];
         let pool = [(); 4].map(|()| Memory::new(case.pool, elements, shift));
         let bases = pool.each_ref().map(Memory::address);
-        facts.out_bits = bases
-            .iter()
-            .fold((page | token | head) as u64, |a, b| a | b);
+        let steps = (page | token | head) as u64;
+        facts.out_bits = bases.iter().fold(steps, |a, b| a | b);
+        let second = |base: &u64| base - size(case.pool) as u64;
+        facts.out_shifted_bits = bases.iter().map(second).fold(steps, |a, b| a | b);
         if facts.obstacle(path).is_some() {
             continue;
         }
-        ran += 1;
+        ran.push(path);
         (params.k_out, params.v_out) = (bases.as_ptr() as u64, bases[2..].as_ptr() as u64);
         // SAFETY: the record is this function's, and no kernel runs.
         unsafe { (&raw mut status).write(Status::CLEAR) };
@@ -238,7 +244,12 @@ fn every_type() {
         .chain([Code::Bf16, Code::F16].map(|code| (code, code)));
     for (kv, pool) in pairs {
         for (head_dim, rotary_dim) in [(128, 128), (48, 16), (46, 46)] {
-            for interleaved in [false, true] {
+            for (interleaved, shift) in [
+                (false, [0; 2]),
+                (true, [0; 2]),
+                (false, [1; 2]),
+                (true, [1; 2]),
+            ] {
                 let served = check(&Case {
                     head_dim,
                     rotary_dim,
@@ -247,14 +258,14 @@ fn every_type() {
                     pool,
                     hnd: interleaved,
                     page_size: 4,
-                    shift: 0,
+                    shift,
                 });
-                let vector = head_dim % 8 == 0;
-                assert_eq!(
-                    served,
-                    2 + usize::from(vector),
-                    "{kv:?} {pool:?} D={head_dim}"
-                );
+                let expected = match shift {
+                    [1, 1] => &[Path::ShiftedPairs, Path::Elements][..],
+                    _ if head_dim % 8 == 0 => &[Path::Vector, Path::Pairs, Path::Elements],
+                    _ => &[Path::Pairs, Path::Elements],
+                };
+                assert_eq!(served, expected, "{kv:?} {pool:?} D={head_dim}");
             }
         }
     }
@@ -265,10 +276,13 @@ fn pages_of_every_size_and_alignment() {
     for page_size in [1, 2, 3, 5, 16] {
         for hnd in [false, true] {
             for (pool, shift) in [
-                (Code::F32, 0),
-                (Code::F32, 1),
-                (Code::E5M2, 0),
-                (Code::E5M2, 2),
+                (Code::F32, [0, 0]),
+                (Code::F32, [0, 1]),
+                (Code::F32, [1, 1]),
+                (Code::F32, [1, 0]),
+                (Code::E5M2, [0, 0]),
+                (Code::E5M2, [0, 2]),
+                (Code::E5M2, [1, 1]),
             ] {
                 let served = check(&Case {
                     head_dim: 16,
@@ -280,7 +294,13 @@ fn pages_of_every_size_and_alignment() {
                     page_size,
                     shift,
                 });
-                assert_eq!(served, [3, 1, 2][shift]);
+                let expected = match shift {
+                    [0, 0] => &[Path::Vector, Path::Pairs, Path::Elements][..],
+                    [0, 2] => &[Path::Pairs, Path::Elements],
+                    [1, 1] => &[Path::ShiftedPairs, Path::Elements],
+                    _ => &[Path::Elements],
+                };
+                assert_eq!(served, expected);
             }
         }
     }

@@ -58,7 +58,20 @@ fn output(alignment: Alignment) -> impl Strategy<Value = Option<Layout>> {
     prop_oneof![1 => Just(None), 4 => layout(4, 3, alignment).prop_map(Some)]
 }
 
+/// Layouts of all tensors; often, `kv` and both outputs lie at, or all one element behind, pairs.
 fn layouts(alignment: Alignment) -> impl Strategy<Value = Layouts> {
+    let paired = prop_oneof![3 => Just(None), 1 => Just(Some(0)), 2 => Just(Some(1))];
+    (any_layouts(alignment), paired).prop_map(|(mut layouts, paired)| {
+        if let Some(shift) = paired {
+            layouts.kv = layouts.kv.paired(shift);
+            layouts.k_out = layouts.k_out.map(|layout| layout.paired(shift));
+            layouts.v_out = layouts.v_out.map(|layout| layout.paired(shift));
+        }
+        layouts
+    })
+}
+
+fn any_layouts(alignment: Alignment) -> impl Strategy<Value = Layouts> {
     (
         layout(3, 2, alignment),
         layout(2, 1, alignment),

@@ -248,6 +248,14 @@ impl Spec {
         self
     }
 
+    /// `kv` and both outputs shifted by `offset` elements.
+    pub fn shifted(mut self, offset: usize) -> Self {
+        self.layouts.kv.offset = offset;
+        self.layouts.k_out = Some(Layout::shifted(offset));
+        self.layouts.v_out = Some(Layout::shifted(offset));
+        self
+    }
+
     /// The plan allocates both outputs.
     pub fn allocated(mut self) -> Self {
         (self.layouts.k_out, self.layouts.v_out) = (None, None);

@@ -10,7 +10,7 @@ use fused_kv::{
 };
 
 use crate::case::{Case, Spec, Values};
-use crate::cases::FLOATS;
+use crate::cases::{FLOATS, STYLES};
 use crate::element::{decode, encode, encode_index};
 use crate::reference;
 use crate::runner::{Placed, Runner};
@@ -160,6 +160,13 @@ impl PoolSpec {
                 _ => free.pop().unwrap_or(-1),
             })
             .collect()
+    }
+
+    /// `kv` and the pool shifted by `offset` elements.
+    pub fn shifted(mut self, offset: usize) -> Self {
+        self.job.layouts.kv.offset = offset;
+        (self.k.offset, self.v.offset) = (offset, offset);
+        self
     }
 
     /// Builds the case.
@@ -735,10 +742,10 @@ pub fn specs() -> Vec<PoolSpec> {
             });
         }
     }
-    // Odd heads.
+    // Odd heads, and rows that start one element behind a pair.
     for (head_dim, rotary_dim) in [(2, 2), (46, 22), (72, 48), (80, 32), (576, 64)] {
         for dtype in [DType::Bf16, DType::F8E5M2] {
-            specs.push(PoolSpec {
+            let spec = PoolSpec {
                 job: Spec {
                     tokens: 2,
                     layers: 1,
@@ -748,7 +755,28 @@ pub fn specs() -> Vec<PoolSpec> {
                 },
                 dtype,
                 ..PoolSpec::default()
-            });
+            };
+            specs.extend([spec.clone(), spec.shifted(1)]);
+        }
+    }
+    for (index, dtype) in POOL_TYPES.into_iter().enumerate() {
+        for (form, layout) in [
+            (Form::Stacked, PoolLayout::PagedHnd),
+            (Form::TokenMajor, PoolLayout::Nhd),
+            (Form::SideBySide, PoolLayout::PagedNhd),
+        ] {
+            let spec = PoolSpec {
+                job: Spec {
+                    style: STYLES[index % 2],
+                    ..small.clone().dtype(FLOATS[index % 3])
+                },
+                layout,
+                form,
+                dtype,
+                page_size: if layout == PoolLayout::Nhd { 1 } else { 3 },
+                ..PoolSpec::default()
+            };
+            specs.push(spec.shifted(1));
         }
     }
     specs.extend(skipped_and_reported());
@@ -832,7 +860,11 @@ pub fn random_pool(job: Spec, seed: u64, repeated: bool) -> PoolSpec {
             ..Layout::default()
         }
     };
-    let (k, v) = (lie(), lie());
+    let (mut k, mut v) = (lie(), lie());
+    // Where rows of kv begin at, or one element behind, a pair, those of the pool often do too.
+    if let (Some(shift), true) = (job.layouts.kv.pair_shift(), rng.bool()) {
+        (k, v) = (k.paired(shift), v.paired(shift));
+    }
     let index = [DType::I64, DType::I32][rng.usize(..2)];
     let mut free: Vec<i64> = (0..capacity).collect();
     rng.shuffle(&mut free);

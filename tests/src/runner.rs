@@ -90,6 +90,9 @@ impl Memory {
     }
 }
 
+/// The paths that serve a job of whole chunks whose rows are all aligned.
+pub const ALIGNED: [Path; 3] = [Path::Vector, Path::Pairs, Path::Elements];
+
 /// What [`check_dispatches`] tries on a GPU: every path with several block sizes, and the library's
 /// own choice, whole and cut into many launches.
 pub fn all_dispatches() -> Vec<Dispatch> {

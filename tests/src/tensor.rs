@@ -53,6 +53,22 @@ impl Layout {
         }
     }
 
+    /// The same with every row `shift` (0 or 1) elements behind a pair, where the innermost axis has
+    /// an even extent.
+    pub fn paired(mut self, shift: usize) -> Self {
+        self.offset = self.offset & !1 | shift;
+        for pad in &mut self.pads {
+            *pad &= !1;
+        }
+        self
+    }
+
+    /// The `shift` of [`Layout::paired`], where it is such a layout.
+    pub fn pair_shift(&self) -> Option<usize> {
+        let paired = self.pads.iter().all(|pad| pad % 2 == 0);
+        paired.then_some(self.offset % 2)
+    }
+
     /// In order, with extra elements between neighbours of each axis.
     pub fn padded(pads: &[usize]) -> Self {
         Self {

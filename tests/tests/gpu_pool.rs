@@ -15,7 +15,7 @@ use fused_kv_tests::gpu::{Gpu, TestStream, read, write};
 use fused_kv_tests::pool::{
     LAYOUTS, POOL_TYPES, PoolCase, PoolSpec, check_dispatches, every_value, random_pool, specs,
 };
-use fused_kv_tests::runner::{HostMemory, all_dispatches};
+use fused_kv_tests::runner::{ALIGNED, HostMemory, all_dispatches};
 use fused_kv_tests::{Runner, Spec, Tensor, reference};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -65,6 +65,7 @@ fn larger_jobs() {
                         ..PoolSpec::default()
                     };
                     check(&gpu, &spec.build());
+                    check(&gpu, &spec.shifted(1).build());
                 }
             }
         }
@@ -250,7 +251,7 @@ fn the_last_slot_of_a_large_pool() {
     drop(probe);
     let slots = [last, last - 1];
     let resident = Resident::new(&gpu, last as usize + 1, &slots);
-    for path in Path::ALL {
+    for path in ALIGNED {
         let mut plan = resident.plan().expect("a valid job");
         plan.dispatch(Dispatch {
             path: Some(path),

@@ -19,6 +19,23 @@ use crate::convert;
 #[derive(Clone, Copy)]
 pub struct Policy(pub u64);
 
+/// `value`, of which the compiler no longer knows where it comes from.
+#[inline(always)]
+pub fn opaque(value: u64) -> u64 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let result: u64;
+        // SAFETY: copies a register.
+        unsafe {
+            core::arch::asm!("mov.u64 {result}, {value};", result = out(reg64) result,
+                value = in(reg64) value, options(pure, nomem, nostack));
+        }
+        result
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    value
+}
+
 /// What one thread of a kernel can do.
 ///
 /// Threads come in warps of 32 that shuffle with a full mask: every thread of a warp must reach

@@ -1,34 +1,34 @@
 //! Every shape, stride and alignment: one warp takes a token, a layer and a batch of heads.
 //!
 //! First the lanes add squares in the order of the contract: `2^lane_shift` lanes share a head,
-//! lane j takes chunks j, j + lanes, ... Then, head after head, lane j computes and stores `E`
-//! elements at `j * E`, so that neighbouring lanes write neighbouring bytes whatever the
-//! alignment. K and the element that it is rotated with are read again for that: they are in the
-//! first-level cache.
+//! lane j takes chunks j, j + lanes, ... Then K is read again, from the first-level cache: head
+//! after head, a lane takes elements that are rotated together, one couple of them or two, so that
+//! neighbouring lanes read and write neighbouring bytes whatever the alignment; then the elements
+//! that are not rotated. Last comes V, where possible as one run of bytes.
+//!
+//! `E` (1 or 2) elements are read and written at a time. Where every row starts one element behind
+//! a pair (`SHIFT` 1), the pairs in memory are elements 1 and 2, 3 and 4, ...: the lane of the last
+//! element, which has no neighbour, takes the first one with it, both as singles.
 
 use super::vector::ANY;
 use super::{
-    F32, Place, at, load_f32, load_reciprocal, narrow, narrow_8, report_skipped, size, widen,
+    F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8, report_skipped, size,
+    widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::convert;
-use crate::gpu::{Device, Policy};
+use crate::gpu::{Device, Policy, opaque};
 
-/// `E` (1 or 2) elements at `index`, as stored: `[first, second]`, raw.
+use core::cmp::min;
+
+/// `E` (1 or 2) elements at `address`, as stored: `[first, second]`, raw.
 ///
 /// # Safety
 ///
 /// As for [`Device::load_16`], for those elements, aligned to their size together.
 #[inline(always)]
-unsafe fn load_raw<const E: u32>(
-    d: impl Device,
-    when: bool,
-    row: u64,
-    index: u32,
-    dtype: u32,
-) -> [u32; 2] {
-    let address = row.wrapping_add((index * size(dtype)) as u64);
+unsafe fn load_raw<const E: u32>(d: impl Device, when: bool, address: u64, dtype: u32) -> [u32; 2] {
     // SAFETY: the caller's promise.
     unsafe {
         match (E, dtype == F32) {
@@ -70,6 +70,62 @@ unsafe fn store_raw<const E: u32>(
     }
 }
 
+/// The elements of a lane, raw: `E` of them at `at[0]`, or, where they are `apart`, singles at
+/// `at[0]` and `at[1]`.
+///
+/// # Safety
+///
+/// As for [`load_raw`]; with `MORE`, for one element behind `at[0]` too where they are `apart`.
+#[inline(always)]
+unsafe fn load_slot<const E: u32, const SHIFT: u32, const MORE: bool>(
+    d: impl Device,
+    apart: bool,
+    at: [u64; 2],
+    dtype: u32,
+) -> [u32; 2] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if SHIFT == 0 {
+            return load_raw::<E>(d, true, at[0], dtype);
+        }
+        if MORE {
+            // Another load by all lanes is less work than one by some and a choice.
+            let [first, _] = load_raw::<2>(d, true, at[0], dtype);
+            return [first, load_raw::<1>(d, true, at[1], dtype)[0]];
+        }
+        let pair = load_raw::<2>(d, !apart, at[0], dtype);
+        let single = |i: usize| load_raw::<1>(d, apart, at[i], dtype)[0];
+        // What is not loaded is zero.
+        [pair[0] | single(0), pair[1] | single(1)]
+    }
+}
+
+/// Stores what [`load_slot`] loaded.
+///
+/// # Safety
+///
+/// As for [`store_raw`].
+#[inline(always)]
+unsafe fn store_slot<const E: u32, const SHIFT: u32>(
+    d: impl Device,
+    when: bool,
+    apart: bool,
+    at: [u64; 2],
+    raw: [u32; 2],
+    dtype: u32,
+    policy: Policy,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if SHIFT == 0 {
+            return store_raw::<E>(d, when, at[0], raw, dtype, policy);
+        }
+        store_raw::<2>(d, when && !apart, at[0], raw, dtype, policy);
+        store_raw::<1>(d, when && apart, at[0], [raw[0], 0], dtype, policy);
+        store_raw::<1>(d, when && apart, at[1], [raw[1], 0], dtype, policy);
+    }
+}
+
 #[inline(always)]
 fn decode(d: impl Device, raw: u32, dtype: u32) -> f32 {
     if dtype == F32 {
@@ -96,102 +152,575 @@ fn encode(d: impl Device, y: [f32; 2], dtype: u32) -> [u32; 2] {
     }
 }
 
-/// Sum of squares of chunk `chunk` of a row of `head_dim` elements; 0 past the end.
+/// The elements of chunk `chunk` of a row of `head_dim` elements, raw; zeros past the end, which
+/// change no bit of a sum of squares, and where `when` is false.
 ///
 /// # Safety
 ///
-/// As for [`load_raw`], for the elements of that chunk.
+/// As for [`load_raw`], for the elements of that chunk, and with `SHIFT` 1 for one element behind
+/// the row (behind rows of K there are those of V).
 #[inline(always)]
-unsafe fn chunk_sum<const E: u32>(
+unsafe fn load_chunk<const E: u32, const SHIFT: u32>(
     d: impl Device,
     when: bool,
     row: u64,
     chunk: u32,
     head_dim: u32,
     dtype: u32,
-) -> f32 {
-    // All loads before the first use. Elements past the end are zeros: adding +0.0 changes no bit
-    // of a sum of squares.
-    let raw = |i: u32| {
-        let index = chunk * 8 + i;
-        // SAFETY: the caller's promise.
-        unsafe { load_raw::<E>(d, when && index < head_dim, row, index, dtype) }
-    };
-    let x = |raw: u32| decode(d, raw, dtype);
-    if E == 2 {
-        let (a, b, c, e) = (raw(0), raw(2), raw(4), raw(6));
-        let all = [a[0], a[1], b[0], b[1], c[0], c[1], e[0], e[1]];
-        arith::chunk_sum(&all.map(x))
+) -> [u32; 8] {
+    let left = if when {
+        head_dim.saturating_sub(chunk * 8)
     } else {
-        let all = [
-            raw(0),
-            raw(1),
-            raw(2),
-            raw(3),
-            raw(4),
-            raw(5),
-            raw(6),
-            raw(7),
-        ];
-        arith::chunk_sum(&all.map(|raw| x(raw[0])))
+        0
+    };
+    let start = row.wrapping_add((chunk * 8 * size(dtype)) as u64);
+    let address = |i: u32| start.wrapping_add((i * size(dtype)) as u64);
+    // SAFETY: the caller's promise.
+    let one = |i: u32| unsafe { load_raw::<1>(d, i < left, address(i), dtype)[0] };
+    // SAFETY: the caller's promise.
+    let two = |i: u32| unsafe { load_raw::<2>(d, i < left, address(i), dtype) };
+    match (E, SHIFT) {
+        (1, _) => [
+            one(0),
+            one(1),
+            one(2),
+            one(3),
+            one(4),
+            one(5),
+            one(6),
+            one(7),
+        ],
+        (_, 0) => {
+            let (a, b, c, e) = (two(0), two(2), two(4), two(6));
+            [a[0], a[1], b[0], b[1], c[0], c[1], e[0], e[1]]
+        }
+        _ => {
+            let (first, a, b, c, last) = (one(0), two(1), two(3), two(5), one(7));
+            // The row may end between the two of a pair.
+            let second = |pair: [u32; 2], i: u32| if i < left { pair[1] } else { 0 };
+            let (a1, b1, c1) = (second(a, 2), second(b, 4), second(c, 6));
+            [first, a[0], a1, b[0], b1, c[0], c1, last]
+        }
     }
 }
 
-/// Two values for each of the `E` elements of a lane, for example own and partner's weight.
-type Both = [[f32; 2]; 2];
-
-/// Elements `own[i]` and `other[i]` of an array for i < `E`, where `when[i]` holds, else 0.
+/// Elements `index` of an array, 0 where `when` is false.
 ///
 /// # Safety
 ///
 /// As for [`Device::load_16`], for those elements.
 #[inline(always)]
-unsafe fn load_both<const E: u32>(
+unsafe fn gather<const N: usize>(
     d: impl Device,
-    when: [bool; 2],
-    arrays: [u64; 2],
-    own: [u32; 2],
-    other: [u32; 2],
+    when: bool,
+    from: [(u64, u32); N],
     dtype: u32,
-) -> Both {
+) -> [f32; N] {
     // One branch for all loads: they are in flight together.
     // SAFETY: the caller's promise.
     unsafe {
         if dtype == F32 {
-            let one = |i: usize| {
-                [
-                    load_f32(d, when[i], arrays[0], own[i]),
-                    load_f32(d, when[i], arrays[1], other[i]),
-                ]
-            };
-            [one(0), if E == 2 { one(1) } else { [0.0; 2] }]
+            from.map(|(array, index)| load_f32(d, when, array, index))
         } else {
-            let raw = |i: usize| {
-                let at = |array: u64, index: u32| array.wrapping_add(index as u64 * 2);
-                [
-                    d.load_16(when[i], at(arrays[0], own[i])),
-                    d.load_16(when[i], at(arrays[1], other[i])),
-                ]
-            };
-            let raws = [raw(0), if E == 2 { raw(1) } else { [0; 2] }];
-            raws.map(|raw| raw.map(|bits| widen(d, dtype, bits)))
+            let at = |array: u64, index: u32| array.wrapping_add(index as u64 * 2);
+            from.map(|(array, index)| d.load_16(when, at(array, index)))
+                .map(|bits| widen(d, dtype, bits))
         }
     }
 }
 
-/// Heads that a lane has in flight together.
-const HEADS: usize = 4;
+/// A batch of heads of a token, K or V.
+#[derive(Clone, Copy)]
+struct Batch {
+    heads: u32,
+    /// Addresses of the first head's first element, and bytes from head to head.
+    from: u64,
+    from_step: u64,
+    to: u64,
+    to_step: u64,
+    from_dtype: u32,
+    to_dtype: u32,
+    /// Whether results are stored.
+    write: bool,
+    /// Lane of the warp.
+    lane: u32,
+    /// `1 / rms` of head h is in lane `h << lane_shift`.
+    inv: f32,
+    lane_shift: u32,
+    /// `k_norm_weight` of the layer.
+    weight: u64,
+    weight_dtype: u32,
+    /// What is added to the weights for them to be in effect.
+    offset: f32,
+    /// What V is multiplied by.
+    scale: Option<f32>,
+    /// What rows of an 8-bit pool are divided by.
+    descale: Option<arith::Reciprocal>,
+    /// Of stores.
+    policy: Policy,
+}
 
-/// One thread of the kernel; `E` elements (1 or 2) at a time, `kv` of dtype `KV` ([`ANY`] to read
-/// it from the parameters).
+impl Batch {
+    /// `1 / rms` of head `head`.
+    #[inline(always)]
+    fn inv_of(&self, d: impl Device, head: u32) -> f32 {
+        d.shuffle_from(self.inv, (head << self.lane_shift) & 31)
+    }
+
+    /// Effective weights of some elements.
+    ///
+    /// # Safety
+    ///
+    /// As for [`gather`].
+    #[inline(always)]
+    unsafe fn weights<const N: usize>(&self, d: impl Device, elements: [u32; N]) -> [f32; N] {
+        // SAFETY: the caller's promise.
+        let weights = unsafe {
+            gather(
+                d,
+                true,
+                elements.map(|element| (self.weight, element)),
+                self.weight_dtype,
+            )
+        };
+        // 1.0 or, which changes no bit, -0.0.
+        weights.map(|w| self.offset + w)
+    }
+
+    /// V is stored as it is.
+    #[inline(always)]
+    fn copies(&self) -> bool {
+        self.scale.is_none() && self.descale.is_none() && self.from_dtype == self.to_dtype
+    }
+
+    #[inline(always)]
+    fn divide<const N: usize>(&self, d: impl Device, y: [f32; N]) -> [f32; N] {
+        match self.descale {
+            Some(descale) => descale.quotients(y, |a, b, c| d.fma(a, b, c)),
+            None => y,
+        }
+    }
+
+    /// Addresses of elements of the first head, source and destination.
+    #[inline(always)]
+    fn places<const N: usize>(&self, elements: [u32; N]) -> Places<N> {
+        let at = |base: u64, dtype: u32| {
+            elements.map(|element| base.wrapping_add((element * size(dtype)) as u64))
+        };
+        Places {
+            from: at(self.from, self.from_dtype),
+            to: at(self.to, self.to_dtype),
+        }
+        .opaque()
+    }
+
+    /// The same elements `heads` heads further.
+    #[inline(always)]
+    fn step<const N: usize>(&self, places: Places<N>, heads: usize) -> Places<N> {
+        let step = |base: u64, step: u64| base.wrapping_add(step.wrapping_mul(heads as u64));
+        Places {
+            from: places.from.map(|from| step(from, self.from_step)),
+            to: places.to.map(|to| step(to, self.to_step)),
+        }
+    }
+}
+
+/// Addresses of some elements of a head.
+#[derive(Clone, Copy)]
+struct Places<const N: usize> {
+    from: [u64; N],
+    to: [u64; N],
+}
+
+impl<const N: usize> Places<N> {
+    /// The same addresses: left to itself, the compiler keeps one of its own for every head, in
+    /// twice as many registers.
+    #[inline(always)]
+    fn opaque(self) -> Self {
+        Self {
+            from: self.from.map(opaque),
+            to: self.to.map(opaque),
+        }
+    }
+}
+
+/// Heads whose loads are in flight together.
+const HEADS: usize = 4;
+/// The same where a lane holds two couples of each: more would take more than 64 registers.
+const PAIR_HEADS: usize = 2;
+
+/// Something of each of `H` heads: 1, [`PAIR_HEADS`] or [`HEADS`].
+#[inline(always)]
+fn each<const H: usize, T: Copy>(of: impl Fn(usize) -> T) -> [T; HEADS] {
+    // Written out: a loop that is not unrolled would index memory.
+    match H {
+        1 => [of(0); HEADS],
+        PAIR_HEADS => {
+            let (a, b) = (of(0), of(1));
+            [a, b, b, b]
+        }
+        _ => [of(0), of(1), of(2), of(3)],
+    }
+}
+
+/// Where the angles of a token are.
+#[derive(Clone, Copy)]
+struct Table {
+    cosines: u64,
+    sines: u64,
+    dtype: u32,
+    rotary_dim: u32,
+    interleaved: bool,
+}
+
+/// The couples of a lane: elements that are rotated together.
+#[derive(Clone, Copy)]
+struct Couples {
+    /// They are stored.
+    inside: bool,
+    /// The second two elements do not follow each other.
+    apart: bool,
+    /// Weights of the elements: two at one place, two at the other.
+    w: [f32; 4],
+    cos: [f32; 2],
+    /// Negated where the couple's second element comes first.
+    sin: [f32; 2],
+}
+
+/// Normalizes, rotates and stores the rotated elements of all heads: `E` couples a lane.
+///
+/// With two couples a lane they are pairs of elements half a row apart, in either style: the
+/// styles differ in what is rotated with what. That needs a half of whole pairs; `MIXED` says that
+/// the couples are those within the two pairs.
+///
+/// # Safety
+///
+/// The batch, of K, and the table describe live tensors, with an element behind every row of K
+/// (behind the last one there is V); every lane of the warp gets here.
+#[inline(always)]
+unsafe fn rotate<const E: u32, const SHIFT: u32, const MIXED: bool>(
+    d: impl Device,
+    batch: Batch,
+    table: Table,
+) {
+    let half = table.rotary_dim / 2;
+    let count = half / E;
+    let mut first = 0;
+    while first < count {
+        let lane = first + batch.lane;
+        let inside = batch.write && lane < count;
+        // Lanes past the end do the last couples again, without storing them.
+        let lane = min(lane, count - 1);
+        // Elements 0 and 1 (2 and 3) are at one place; couples are 0 and 2, 1 and 3, or, mixed,
+        // 0 and 1, 2 and 3.
+        let (elements, angles);
+        let (mut apart, mut turned) = (false, false);
+        if E == 1 {
+            let (a, b) = if table.interleaved {
+                (2 * lane, 2 * lane + 1)
+            } else {
+                (lane, lane + half)
+            };
+            (elements, angles) = ([a, a, b, b], [lane; 2]);
+        } else {
+            let a = 2 * lane + SHIFT;
+            // The last pair that begins in the first half ends in the second: its second element
+            // is rotated with element 0.
+            turned = SHIFT == 1 && a + 1 == half;
+            apart = turned;
+            let last = if turned { 0 } else { a + 1 + half };
+            elements = [a, a + 1, a + half, last];
+            angles = match (MIXED, turned) {
+                (true, _) => [lane, lane + half / 2],
+                (false, true) => [a, 0],
+                (false, false) => [a, a + 1],
+            };
+        }
+        // SAFETY: elements of a row, angles of a row of the table where there is one.
+        unsafe {
+            let (w, [cos0, sin0, cos1, sin1]);
+            if E == 1 {
+                let [a, b] = batch.weights(d, [elements[0], elements[2]]);
+                w = [a, a, b, b];
+                let [cos, sin] = gather(
+                    d,
+                    batch.write,
+                    [(table.cosines, angles[0]), (table.sines, angles[0])],
+                    table.dtype,
+                );
+                [cos0, sin0, cos1, sin1] = [cos, sin, cos, sin];
+            } else {
+                w = batch.weights(d, elements);
+                [cos0, sin0, cos1, sin1] = gather(
+                    d,
+                    batch.write,
+                    [
+                        (table.cosines, angles[0]),
+                        (table.sines, angles[0]),
+                        (table.cosines, angles[1]),
+                        (table.sines, angles[1]),
+                    ],
+                    table.dtype,
+                );
+            }
+            let couples = Couples {
+                inside,
+                apart,
+                w,
+                cos: [cos0, cos1],
+                sin: [sin0, if turned { -sin1 } else { sin1 }],
+            };
+            let mut places = batch.places([elements[0], elements[2], elements[3]]);
+            let mut head = 0;
+            while E == 1 && head + HEADS as u32 <= batch.heads {
+                rotate_heads::<HEADS, E, SHIFT, MIXED>(d, &batch, couples, places, head);
+                places = batch.step(places, HEADS).opaque();
+                head += HEADS as u32;
+            }
+            while E == 2 && head + PAIR_HEADS as u32 <= batch.heads {
+                rotate_heads::<PAIR_HEADS, E, SHIFT, MIXED>(d, &batch, couples, places, head);
+                places = batch.step(places, PAIR_HEADS).opaque();
+                head += PAIR_HEADS as u32;
+            }
+            while head < batch.heads {
+                rotate_heads::<1, E, SHIFT, MIXED>(d, &batch, couples, places, head);
+                places = batch.step(places, 1).opaque();
+                head += 1;
+            }
+        }
+        first += 32;
+    }
+}
+
+/// [`rotate`] for the couples of a lane and some heads.
+///
+/// # Safety
+///
+/// As for [`rotate`].
+#[inline(always)]
+unsafe fn rotate_heads<const H: usize, const E: u32, const SHIFT: u32, const MIXED: bool>(
+    d: impl Device,
+    batch: &Batch,
+    couples: Couples,
+    places: Places<3>,
+    head: u32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let at = each::<H, _>(|j| batch.step(places, j));
+        let raw = each::<H, _>(|j| {
+            let [a, b, last] = at[j].from;
+            let first = load_raw::<E>(d, true, a, batch.from_dtype);
+            let second = if E == 1 {
+                load_raw::<1>(d, true, b, batch.from_dtype)
+            } else {
+                load_slot::<2, SHIFT, true>(d, couples.apart, [b, last], batch.from_dtype)
+            };
+            [first, second]
+        });
+        let invs = each::<H, _>(|j| batch.inv_of(d, head + j as u32));
+        let w = couples.w;
+        let one = |j: usize| {
+            let ([first, second], inv, to) = (raw[j], invs[j], at[j].to);
+            let n = |raw: u32, w: f32| arith::normalize(decode(d, raw, batch.from_dtype), inv, w);
+            let turn = |i: usize, a: f32, b: f32| {
+                let (a, b) = arith::rotate(a, b, couples.cos[i], couples.sin[i]);
+                let [a, b] = batch.divide(d, [a, b]);
+                (a, b)
+            };
+            let dtype = batch.to_dtype;
+            if E == 1 {
+                let (a, b) = turn(0, n(first[0], w[0]), n(second[0], w[2]));
+                let [a, b] = encode(d, [a, b], dtype);
+                store_raw::<1>(d, couples.inside, to[0], [a, 0], dtype, batch.policy);
+                store_raw::<1>(d, couples.inside, to[1], [b, 0], dtype, batch.policy);
+                return;
+            }
+            let n0 = [n(first[0], w[0]), n(first[1], w[1])];
+            let n1 = [n(second[0], w[2]), n(second[1], w[3])];
+            let (y0, y1);
+            if MIXED {
+                let (a, b) = (turn(0, n0[0], n0[1]), turn(1, n1[0], n1[1]));
+                (y0, y1) = ([a.0, a.1], [b.0, b.1]);
+            } else {
+                let (a, b) = (turn(0, n0[0], n1[0]), turn(1, n0[1], n1[1]));
+                (y0, y1) = ([a.0, b.0], [a.1, b.1]);
+            }
+            let (y0, y1) = (encode(d, y0, dtype), encode(d, y1, dtype));
+            store_raw::<2>(d, couples.inside, to[0], y0, dtype, batch.policy);
+            let to = [to[1], to[2]];
+            store_slot::<2, SHIFT>(
+                d,
+                couples.inside,
+                couples.apart,
+                to,
+                y1,
+                dtype,
+                batch.policy,
+            );
+        };
+        each::<H, _>(one);
+    }
+}
+
+/// Stores elements `start..end` of all heads: of K (`KEY`) normalized, of V scaled or converted.
+///
+/// # Safety
+///
+/// As for [`rotate`]; of V there need not be an element behind a row.
+#[inline(always)]
+unsafe fn straight<const E: u32, const SHIFT: u32, const KEY: bool>(
+    d: impl Device,
+    batch: Batch,
+    start: u32,
+    end: u32,
+) {
+    let count = (end - start) / E;
+    let mut first = 0;
+    while first < count {
+        let lane = first + batch.lane;
+        let inside = batch.write && lane < count;
+        // As in `rotate`.
+        let lane = min(lane, count - 1);
+        let a = start + lane * E + SHIFT;
+        let apart = SHIFT == 1 && a + 1 == end;
+        let elements = [a, if apart { start } else { a + E - 1 }];
+        // SAFETY: elements of a row.
+        unsafe {
+            let w = if KEY {
+                batch.weights(d, elements)
+            } else {
+                [0.0; 2]
+            };
+            let slot = Slot { inside, apart, w };
+            let mut places = batch.places(elements);
+            let mut head = 0;
+            while head + HEADS as u32 <= batch.heads {
+                straight_heads::<HEADS, E, SHIFT, KEY>(d, &batch, slot, places, head);
+                places = batch.step(places, HEADS).opaque();
+                head += HEADS as u32;
+            }
+            while head < batch.heads {
+                straight_heads::<1, E, SHIFT, KEY>(d, &batch, slot, places, head);
+                places = batch.step(places, 1).opaque();
+                head += 1;
+            }
+        }
+        first += 32;
+    }
+}
+
+/// The elements of a lane in [`straight`].
+#[derive(Clone, Copy)]
+struct Slot {
+    inside: bool,
+    apart: bool,
+    w: [f32; 2],
+}
+
+/// [`straight`] for the elements of a lane and some heads.
+///
+/// # Safety
+///
+/// As for [`straight`].
+#[inline(always)]
+unsafe fn straight_heads<const H: usize, const E: u32, const SHIFT: u32, const KEY: bool>(
+    d: impl Device,
+    batch: &Batch,
+    slot: Slot,
+    places: Places<2>,
+    head: u32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let at = each::<H, _>(|j| batch.step(places, j));
+        let load =
+            |j: usize| load_slot::<E, SHIFT, KEY>(d, slot.apart, at[j].from, batch.from_dtype);
+        let raw = each::<H, _>(load);
+        let inv = |j: usize| {
+            if KEY {
+                batch.inv_of(d, head + j as u32)
+            } else {
+                0.0
+            }
+        };
+        let invs = each::<H, _>(inv);
+        let one = |j: usize| {
+            let convert = |i: usize| {
+                let x = decode(d, raw[j][i], batch.from_dtype);
+                match batch.scale {
+                    _ if KEY => arith::normalize(x, invs[j], slot.w[i]),
+                    Some(scale) => x * scale,
+                    None => x,
+                }
+            };
+            let y = if !KEY && batch.copies() {
+                raw[j]
+            } else {
+                let y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
+                encode(d, batch.divide(d, y), batch.to_dtype)
+            };
+            let (dtype, policy) = (batch.to_dtype, batch.policy);
+            store_slot::<E, SHIFT>(d, slot.inside, slot.apart, at[j].to, y, dtype, policy);
+        };
+        each::<H, _>(one);
+    }
+}
+
+/// Copies `bytes` bytes of elements of `dtype`, 16 at a time where source and destination allow
+/// it: their addresses differ by a multiple of 16.
+///
+/// # Safety
+///
+/// Both are live for that many bytes and do not overlap; all lanes of a warp call it alike.
+#[inline(always)]
+unsafe fn copy(d: impl Device, lane: u32, from: u64, to: u64, bytes: u32, dtype: u32) {
+    // Alignment is read off the address, not computed once more from what led to it.
+    let to = opaque(to);
+    let policy = d.policy(false);
+    // What comes before the first and behind the last 16 bytes is less than 16 bytes each.
+    let head = min((to.wrapping_neg() & 15) as u32, bytes);
+    let vectors = (bytes - head) / 16;
+    let tail = (bytes - head) % 16;
+    let inside = (lane & 15) * size(dtype);
+    let (start, len) = if lane < 16 {
+        (0, head)
+    } else {
+        (bytes - tail, tail)
+    };
+    let single = (start + inside) as u64;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let raw = load_raw::<1>(d, inside < len, from.wrapping_add(single), dtype);
+        let mut vector = lane;
+        while vector < vectors {
+            // Two at a time, the second one where there is one.
+            let both = vector + 32 < vectors;
+            let next = if both { vector + 32 } else { vector };
+            let at = |base: u64, vector: u32| base.wrapping_add((head + vector * 16) as u64);
+            let a = d.load_128_once(at(from, vector), policy);
+            let b = d.load_128_once(at(from, next), policy);
+            d.store_128(true, at(to, vector), a, policy);
+            d.store_128(both, at(to, next), b, policy);
+            vector += 64;
+        }
+        store_raw::<1>(d, inside < len, to.wrapping_add(single), raw, dtype, policy);
+    }
+}
+
+/// One thread of the kernel; `E` elements (1 or 2) at a time, pairs from element `SHIFT` (0 or 1)
+/// on, `kv` of dtype `KV` ([`ANY`] to read it from the parameters).
 ///
 /// # Safety
 ///
 /// `p` describes live tensors that do not overlap, whose rows of K and V (sources and
-/// destinations) are aligned to `E` elements; the grid is the one that [`crate::launch`] gives,
-/// with at least one row.
+/// destinations) are aligned to `E` elements, or, with `SHIFT` 1, start one element behind a pair;
+/// the grid is the one that [`crate::launch`] gives, with at least one row.
 #[inline(always)]
-pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D, p: &Params) {
+pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, const POOL: bool>(
+    d: D,
+    p: &Params,
+) {
     let thread = d.thread();
     let warp_lane = thread & 31;
     let layer = d.layer();
@@ -208,50 +737,56 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
     let out_dtype = if POOL { p.out_dtype } else { kv_dtype };
     let (head_dim, rotary_dim) = (p.head_dim, p.rotary_dim);
     let half = rotary_dim / 2;
-    let interleaved = p.flags & flags::INTERLEAVED != 0;
-    let offset = p.flags & flags::OFFSET_WEIGHT != 0;
-
-    let policy = d.policy(true);
-    d.begin();
+    let heads = min(p.heads - first_head, per_batch);
 
     let source = at(at(p.kv, token_index, p.kv_token), layer, p.kv_layer);
-    let row_bytes = (head_dim * kv_size) as i64;
+    let row_bytes = head_dim * kv_size;
+    // Offsets in a row of kv are 32 bit.
+    let k_from = source.wrapping_add((first_head * row_bytes) as u64);
+    let v_from = k_from.wrapping_add(p.kv_value as u64);
+    // A batch has at most 4096 bytes of K, as of V: a line for each lane.
+    let line = (warp_lane * 128) as u64;
+    let has_line = warp_lane * 128 < heads * row_bytes;
+    let early = is_early(d, p);
+    if early && has_line {
+        // SAFETY: lines of the rows of this warp.
+        unsafe {
+            d.prefetch(k_from.wrapping_add(line));
+            d.prefetch(v_from.wrapping_add(line));
+        }
+    }
+
+    d.begin();
 
     // SAFETY: rows of active threads and heads below H exist (this function's contract).
     unsafe {
         let place = Place::load(d, p, POOL, token_index, layer);
 
         // V is needed last: on its way into the second-level cache it does not wait for the sums.
-        let heads = if p.heads - first_head < per_batch {
-            p.heads - first_head
-        } else {
-            per_batch
-        };
-        let v_row = at(source, first_head, row_bytes).wrapping_add(p.kv_value as u64);
-        let mut line = warp_lane * 128;
-        while line < heads * head_dim * kv_size {
-            d.prefetch(v_row.wrapping_add(line as u64));
-            line += 32 * 128;
+        if has_line && !early {
+            d.prefetch(v_from.wrapping_add(line));
         }
 
         // Squares.
-        let head = first_head + (warp_lane >> p.lane_shift);
+        let head = warp_lane >> p.lane_shift;
         let lane = warp_lane & (lanes - 1);
         let eps = load_f32(d, true, p.eps, layer);
-        let sums = active && head < p.heads;
-        let k_row = at(source, head, row_bytes);
-        let sum_of = |step: u32| {
-            // Up to 1024 elements are 128 chunks: four for each of 32 lanes.
+        let k_row = k_from.wrapping_add((head * row_bytes) as u64);
+        let chunk = |step: u32| {
             let chunk = lane + step * lanes;
-            if step * lanes * 8 < head_dim {
-                chunk_sum::<E>(d, sums, k_row, chunk, head_dim, kv_dtype)
-            } else {
-                0.0
-            }
+            load_chunk::<E, SHIFT>(d, head < heads, k_row, chunk, head_dim, kv_dtype)
         };
-        let (s0, s1, s2, s3) = (sum_of(0), sum_of(1), sum_of(2), sum_of(3));
-        // The first steps of the tree: with four chunks a lane, 2 * lanes apart before lanes.
-        let mut sum = (s0 + s2) + (s1 + s3);
+        let squares = |raw: [u32; 8]| arith::chunk_sum(&raw.map(|raw| decode(d, raw, kv_dtype)));
+        let (c0, c1) = (chunk(0), chunk(1));
+        let (mut s0, mut s1) = (squares(c0), squares(c1));
+        if head_dim > 512 {
+            // Up to 128 chunks: four for each of 32 lanes. The first step of the tree adds those
+            // that are 2 * lanes apart.
+            let (c2, c3) = (chunk(2), chunk(3));
+            s0 += squares(c2);
+            s1 += squares(c3);
+        }
+        let mut sum = s0 + s1;
         let mut mask = lanes / 2;
         while mask > 0 {
             sum += d.shuffle_xor(sum, mask);
@@ -260,154 +795,78 @@ pub unsafe fn run<D: Device, const E: u32, const KV: u32, const POOL: bool>(d: D
         let inv = arith::inverse_rms(sum, head_dim, eps, |x| d.sqrt(x));
 
         let token = place.resolve(p, POOL, token_index);
-        let write = active && token.write;
-        let scaled = p.value_scale != 0;
-        let scale = load_f32(d, scaled, p.value_scale, layer);
-        // Only 8-bit pools have descales.
-        let narrow = POOL && size(out_dtype) == 1;
-        let k_descale = load_reciprocal(d, narrow, p.k_descale, layer);
-        let v_descale = load_reciprocal(d, narrow, p.v_descale, layer);
-        let copies = !scaled && out_dtype == kv_dtype;
-
-        let weight = at(p.k_norm_weight, layer, p.weight_layer);
-        let sines = token
-            .table
-            .wrapping_add((half * size(p.table_dtype)) as u64);
-
-        // Elements: `step` and `g` are the same for the whole warp, so its shuffles meet.
-        let mut step = 0;
-        while step < head_dim {
-            let e = step + warp_lane * E;
-            let inside = write && e < head_dim;
-            // For each of the E elements: whether it is rotated, as which half of its pair, with
-            // which other element and by which angle.
-            let element = |i: u32| {
-                let e = e + i;
-                let rotated = inside && e < rotary_dim;
-                let second = if interleaved { e & 1 == 1 } else { e >= half };
-                let partner = match (interleaved, second) {
-                    _ if !rotated => e,
-                    (true, _) => e ^ 1,
-                    (false, true) => e - half,
-                    (false, false) => e + half,
-                };
-                let angle = match (interleaved, second) {
-                    (true, _) => e / 2,
-                    (false, true) => e.wrapping_sub(half),
-                    (false, false) => e,
-                };
-                (rotated, second, partner, angle)
-            };
-            let (first, last) = (element(0), element(E - 1));
-            let rotated = [first.0, last.0];
-            let second = [first.1, last.1];
-            let partner = [first.2, last.2];
-            let angle = [first.3, last.3];
-            let own = [e, e + E - 1];
-            let weights = load_both::<E>(d, [inside; 2], [weight; 2], own, partner, p.weight_dtype);
-            let w = weights.map(|both| both.map(|w| arith::effective_weight(w, offset)));
-            let angles = load_both::<E>(
-                d,
-                rotated,
-                [token.table, sines],
-                angle,
-                angle,
-                p.table_dtype,
-            );
-
-            // Both halves of a pair are own * cos + other * sin once the sine of the first half is
-            // negated, which is exact.
-            let sign = |i: usize| {
-                let [cos, sin] = angles[i];
-                [cos, if second[i] { sin } else { -sin }]
-            };
-            let angles = [sign(0), sign(1)];
-            let in_row = |index: u32, dtype: u32| (index * size(dtype)) as u64;
-            let own_offset = in_row(e, kv_dtype);
-            let partner_offset = partner.map(|partner| in_row(partner, kv_dtype));
-            let out_offset = in_row(e, out_dtype);
-
-            let mut g = 0;
-            while g < per_batch {
-                let first = first_head + g;
-                let exists = |j: usize| {
-                    let j = j as u32;
-                    inside && g + j < per_batch && first + j < p.heads
-                };
-                // Rows by constant multiples of uniform strides from the first.
-                let step_to = |base: u64, j: usize, stride: i64| {
-                    base.wrapping_add((j as i64).wrapping_mul(stride) as u64)
-                };
-                let k_from = at(source, first, row_bytes);
-                let k_own = k_from.wrapping_add(own_offset);
-                let k_other = partner_offset.map(|offset| k_from.wrapping_add(offset));
-                let v_own = k_own.wrapping_add(p.kv_value as u64);
-                let at_head = |j: usize| {
-                    let when = exists(j);
-                    let from = |base: u64| step_to(base, j, row_bytes);
-                    let one = |i: usize| load_raw::<1>(d, when, from(k_other[i]), 0, kv_dtype)[0];
-                    (
-                        load_raw::<E>(d, when, from(k_own), 0, kv_dtype),
-                        [one(0), if E == 2 { one(1) } else { 0 }],
-                        load_raw::<E>(d, when, from(v_own), 0, kv_dtype),
-                    )
-                };
-                let loaded: [_; HEADS] = [at_head(0), at_head(1), at_head(2), at_head(3)];
-                let inv_of = |j: u32| d.shuffle_from(inv, ((g + j) << p.lane_shift) & 31);
-                let invs: [_; HEADS] = [inv_of(0), inv_of(1), inv_of(2), inv_of(3)];
-                let k_to = at(token.destination.k, first, p.k_head).wrapping_add(out_offset);
-                let v_to = at(token.destination.v, first, p.v_head).wrapping_add(out_offset);
-                let finish = |j: usize| {
-                    let (raw, other, v) = loaded[j];
-                    let (inv, when) = (invs[j], exists(j));
-                    let turn = |i: usize| {
-                        let x = decode(d, raw[i], kv_dtype);
-                        let own = arith::normalize(x, inv, w[i][0]);
-                        let other = decode(d, other[i], kv_dtype);
-                        let other = arith::normalize(other, inv, w[i][1]);
-                        let [cos, sin] = angles[i];
-                        let y = if rotated[i] {
-                            own * cos + other * sin
-                        } else {
-                            own
-                        };
-                        y
-                    };
-                    let mut k = [turn(0), if E == 2 { turn(1) } else { 0.0 }];
-                    if narrow {
-                        k = k_descale.quotients(k, |a, b, c| d.fma(a, b, c));
-                    }
-                    let to = step_to(k_to, j, p.k_head);
-                    store_raw::<E>(d, when, to, encode(d, k, out_dtype), out_dtype, policy);
-
-                    let v = if copies {
-                        v
-                    } else {
-                        let convert = |i: usize| {
-                            let mut y = decode(d, v[i], kv_dtype);
-                            if scaled {
-                                y *= scale;
-                            }
-                            y
-                        };
-                        let mut y = [convert(0), if E == 2 { convert(1) } else { 0.0 }];
-                        if narrow {
-                            y = v_descale.quotients(y, |a, b, c| d.fma(a, b, c));
-                        }
-                        encode(d, y, out_dtype)
-                    };
-                    store_raw::<E>(d, when, step_to(v_to, j, p.v_head), v, out_dtype, policy);
-                };
-                finish(0);
-                finish(1);
-                finish(2);
-                finish(3);
-                g += HEADS as u32;
-            }
-            step += 32 * E;
-        }
         if !token.write && active && warp_lane == 0 && batch == 0 && layer == 0 {
             report_skipped(d, p, POOL, token_index);
+        }
+        // Only 8-bit pools have descales.
+        let narrow = POOL && size(out_dtype) == 1;
+        let descale = |address: u64| {
+            if narrow {
+                Some(load_reciprocal(d, true, address, layer))
+            } else {
+                None
+            }
+        };
+        let table = Table {
+            cosines: token.table,
+            sines: token
+                .table
+                .wrapping_add((half * if p.table_dtype == F32 { 4 } else { 2 }) as u64),
+            dtype: p.table_dtype,
+            rotary_dim,
+            interleaved: p.flags & flags::INTERLEAVED != 0,
+        };
+        let keys = Batch {
+            heads,
+            from: k_from,
+            from_step: row_bytes as u64,
+            to: at(token.destination.k, first_head, p.k_head),
+            to_step: p.k_head as u64,
+            from_dtype: kv_dtype,
+            to_dtype: out_dtype,
+            write: active && token.write,
+            lane: warp_lane,
+            inv,
+            lane_shift: p.lane_shift,
+            weight: at(p.k_norm_weight, layer, p.weight_layer),
+            weight_dtype: p.weight_dtype,
+            offset: if p.flags & flags::OFFSET_WEIGHT != 0 {
+                1.0
+            } else {
+                -0.0
+            },
+            scale: None,
+            descale: descale(p.k_descale),
+            policy: d.policy(true),
+        };
+        let pairs = E == 2 && half % 2 == 0;
+        match table.interleaved {
+            false if pairs => rotate::<E, SHIFT, false>(d, keys, table),
+            true if pairs && SHIFT == 0 => rotate::<E, SHIFT, true>(d, keys, table),
+            _ => rotate::<1, 0, false>(d, keys, table),
+        }
+        straight::<E, SHIFT, true>(d, keys, rotary_dim, head_dim);
+
+        let values = Batch {
+            from: v_from,
+            to: at(token.destination.v, first_head, p.v_head),
+            to_step: p.v_head as u64,
+            scale: if p.value_scale != 0 {
+                Some(load_f32(d, true, p.value_scale, layer))
+            } else {
+                None
+            },
+            descale: descale(p.v_descale),
+            ..keys
+        };
+        let contiguous = values.from_step == values.to_step || heads == 1;
+        if values.copies() && contiguous && (values.from ^ values.to) & 15 == 0 {
+            if values.write {
+                let bytes = heads * row_bytes;
+                copy(d, warp_lane, values.from, values.to, bytes, kv_dtype);
+            }
+        } else {
+            straight::<E, SHIFT, false>(d, values, 0, head_dim);
         }
     }
 }

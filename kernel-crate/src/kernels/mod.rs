@@ -19,20 +19,24 @@ macro_rules! for_each_entry {
             fused_kv_vector_f16_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::F16Any>;
             fused_kv_vector_f32 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F32>;
             fused_kv_vector_f32_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::F32Any>;
-            fused_kv_generic_2_bf16 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::BF16 }, false>;
-            fused_kv_generic_2_f16 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::F16 }, false>;
-            fused_kv_generic_2_f32 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::F32 }, false>;
-            fused_kv_generic_1_bf16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::BF16 }, false>;
-            fused_kv_generic_1_f16 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F16 }, false>;
-            fused_kv_generic_1_f32 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::F32 }, false>;
+            fused_kv_generic_2_bf16 => $crate::kernels::generic::run::<_, 2, 0, { $crate::kernels::BF16 }, false>;
+            fused_kv_generic_2_f16 => $crate::kernels::generic::run::<_, 2, 0, { $crate::kernels::F16 }, false>;
+            fused_kv_generic_2_f32 => $crate::kernels::generic::run::<_, 2, 0, { $crate::kernels::F32 }, false>;
+            fused_kv_generic_shifted_bf16 => $crate::kernels::generic::run::<_, 2, 1, { $crate::kernels::BF16 }, false>;
+            fused_kv_generic_shifted_f16 => $crate::kernels::generic::run::<_, 2, 1, { $crate::kernels::F16 }, false>;
+            fused_kv_generic_shifted_f32 => $crate::kernels::generic::run::<_, 2, 1, { $crate::kernels::F32 }, false>;
+            fused_kv_generic_1_bf16 => $crate::kernels::generic::run::<_, 1, 0, { $crate::kernels::BF16 }, false>;
+            fused_kv_generic_1_f16 => $crate::kernels::generic::run::<_, 1, 0, { $crate::kernels::F16 }, false>;
+            fused_kv_generic_1_f32 => $crate::kernels::generic::run::<_, 1, 0, { $crate::kernels::F32 }, false>;
             fused_kv_pool_bf16_d128 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128Pool>;
             fused_kv_pool_bf16_d128_fp8 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolFp8>;
             fused_kv_pool_bf16_d128_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolAny>;
             fused_kv_pool_bf16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16Pool>;
             fused_kv_pool_f16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F16Pool>;
             fused_kv_pool_f32 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F32Pool>;
-            fused_kv_pool_generic_2 => $crate::kernels::generic::run::<_, 2, { $crate::kernels::vector::ANY }, true>;
-            fused_kv_pool_generic_1 => $crate::kernels::generic::run::<_, 1, { $crate::kernels::vector::ANY }, true>;
+            fused_kv_pool_generic_2 => $crate::kernels::generic::run::<_, 2, 0, { $crate::kernels::vector::ANY }, true>;
+            fused_kv_pool_generic_shifted => $crate::kernels::generic::run::<_, 2, 1, { $crate::kernels::vector::ANY }, true>;
+            fused_kv_pool_generic_1 => $crate::kernels::generic::run::<_, 1, 0, { $crate::kernels::vector::ANY }, true>;
         }
     };
 }
@@ -154,6 +158,15 @@ fn narrow_8(d: impl Device, dtype: u32, low: f32, high: f32) -> u16 {
 #[inline(always)]
 fn pool_f32(value: f32) -> f32 {
     f32::from_bits(convert::f32_from_f32(value))
+}
+
+/// Whether this block is to bring what it reads into the second-level cache before it waits for the
+/// kernel in front of it, which may yet write it: where both meet, that cache, then holds what it
+/// wrote.
+#[inline(always)]
+fn is_early(d: impl Device, p: &Params) -> bool {
+    let block = d.layer().wrapping_mul(d.blocks()).wrapping_add(d.block());
+    block < p.early_blocks
 }
 
 /// Element `index` of an array of 32-bit floats, or 0.

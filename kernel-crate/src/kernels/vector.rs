@@ -6,8 +6,8 @@
 //! units of 16 bytes, lane after lane.
 
 use super::{
-    BF16, E4M3, E5M2, F16, F32, Place, at, load_f32, load_reciprocal, narrow, narrow_8, pool_f32,
-    report_skipped, size, widen,
+    BF16, E4M3, E5M2, F16, F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8,
+    pool_f32, report_skipped, size, widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
@@ -227,12 +227,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         unsafe { d.load_128_once(address, policy) }
     };
 
-    // What a small job reads starts on its way while the kernel in front still runs. That kernel
-    // may yet write it: the second-level cache, where both meet, then holds what it wrote.
-    let early = p.early_blocks;
-    let block = d.layer().wrapping_mul(d.blocks()).wrapping_add(d.block());
     let lines = if S::D128 { 2 } else { p.row_lines };
-    if block < early && lane < 2 * lines {
+    if is_early(d, p) && lane < 2 * lines {
         let (base, line) = if lane < lines {
             (source, lane)
         } else {
@@ -241,7 +237,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         // SAFETY: lines of a row (this function's contract).
         unsafe { d.prefetch(base.wrapping_add((line * 128) as u64)) };
     }
-    let policy = d.policy(early > 0);
+    // A small job leaves its lines in the cache.
+    let policy = d.policy(p.early_blocks > 0);
 
     d.begin();
 

@@ -311,7 +311,7 @@ fn pools() -> Vec<Case> {
     };
     let mut cases = Vec::new();
     for (name, dtype) in [("bf16 pool", DType::Bf16), ("e4m3fn pool", DType::F8E4M3Fn)] {
-        for tokens in [1, 128, 512, 2048, 8192] {
+        for tokens in [1, 16, 128, 512, 2048, 8192, 32_768] {
             cases.push(pool(name, tokens, dtype, false, 1));
         }
     }
