@@ -43,9 +43,9 @@ const SMALL: u64 = 64 * 1024;
 const EARLY: u64 = 32 << 20;
 /// The same where the outputs are a pool, whose scattered rows fill the cache sooner.
 const EARLY_POOL: u64 = 8 << 20;
-/// Threads that do so: about as many as a large device holds at a time. More would only repeat
-/// what their own loads do.
-const EARLY_THREADS: u32 = 128 * 1024;
+/// Threads that do so: about half of what a large device holds at a time. More only repeat what
+/// their own loads do.
+const EARLY_THREADS: u32 = 64 * 1024;
 
 /// What decides about the path: geometry, dtypes, and the alignment of everything.
 ///
@@ -169,18 +169,19 @@ impl Facts {
             Path::Pairs | Path::ShiftedPairs | Path::Elements => self.heads.div_ceil(32 / lanes),
         };
         let row_threads = if path == Path::Vector { lanes } else { 32 };
+        let row_bytes = u64::from(self.head_dim) * size(self.kv);
+        let bytes = pairs.saturating_mul(2 * u64::from(self.heads) * row_bytes);
+        let early = bytes <= if self.pool { EARLY_POOL } else { EARLY };
         let threads = threads.unwrap_or_else(|| {
             let wanted = pairs.saturating_mul(u64::from(per_token * row_threads));
             match path {
                 _ if wanted <= SMALL => 64,
+                Path::Vector if self.is_common() && early => 512,
                 Path::Vector if self.is_common() => 256,
                 // Kernels with more registers fill a multiprocessor better in small blocks.
                 _ => 64,
             }
         });
-        let row_bytes = u64::from(self.head_dim) * size(self.kv);
-        let bytes = pairs.saturating_mul(2 * u64::from(self.heads) * row_bytes);
-        let early = bytes <= if self.pool { EARLY_POOL } else { EARLY };
         Launch {
             entry: self.entry(path),
             early_blocks: if early { EARLY_THREADS / threads } else { 0 },

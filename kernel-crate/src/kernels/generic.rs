@@ -12,8 +12,8 @@
 
 use super::vector::ANY;
 use super::{
-    F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8, report_skipped, size,
-    widen,
+    F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8, prefetch_place,
+    report_skipped, size, widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
@@ -674,10 +674,17 @@ unsafe fn straight_heads<const H: usize, const E: u32, const SHIFT: u32, const K
 ///
 /// Both are live for that many bytes and do not overlap; all lanes of a warp call it alike.
 #[inline(always)]
-unsafe fn copy(d: impl Device, lane: u32, from: u64, to: u64, bytes: u32, dtype: u32) {
+unsafe fn copy(
+    d: impl Device,
+    lane: u32,
+    from: u64,
+    to: u64,
+    bytes: u32,
+    dtype: u32,
+    policy: Policy,
+) {
     // Alignment is read off the address, not computed once more from what led to it.
     let to = opaque(to);
-    let policy = d.policy(false);
     // What comes before the first and behind the last 16 bytes is less than 16 bytes each.
     let head = min((to.wrapping_neg() & 15) as u32, bytes);
     let vectors = (bytes - head) / 16;
@@ -755,6 +762,12 @@ pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, cons
             d.prefetch(v_from.wrapping_add(line));
         }
     }
+    if early {
+        // SAFETY: the token is of this launch.
+        unsafe { prefetch_place(d, p, POOL, token_index, warp_lane) };
+    }
+    // A small job leaves its lines in the cache.
+    let policy = d.policy(p.early_blocks > 0);
 
     d.begin();
 
@@ -837,7 +850,7 @@ pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, cons
             },
             scale: None,
             descale: descale(p.k_descale),
-            policy: d.policy(true),
+            policy,
         };
         let pairs = E == 2 && half % 2 == 0;
         match table.interleaved {
@@ -863,7 +876,15 @@ pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, cons
         if values.copies() && contiguous && (values.from ^ values.to) & 15 == 0 {
             if values.write {
                 let bytes = heads * row_bytes;
-                copy(d, warp_lane, values.from, values.to, bytes, kv_dtype);
+                copy(
+                    d,
+                    warp_lane,
+                    values.from,
+                    values.to,
+                    bytes,
+                    kv_dtype,
+                    policy,
+                );
             }
         } else {
             straight::<E, SHIFT, false>(d, values, 0, head_dim);
