@@ -43,9 +43,9 @@ const SMALL: u64 = 64 * 1024;
 const EARLY: u64 = 32 << 20;
 /// The same where the outputs are a pool, whose scattered rows fill the cache sooner.
 const EARLY_POOL: u64 = 8 << 20;
-/// Threads that do so: about half of what a large device holds at a time. More only repeat what
-/// their own loads do.
-const EARLY_THREADS: u32 = 64 * 1024;
+/// Threads that do so: about three quarters of what a large device holds at a time. More only repeat
+/// what their own loads do.
+const EARLY_THREADS: u32 = 96 * 1024;
 
 /// What decides about the path: geometry, dtypes, and the alignment of everything.
 ///
@@ -176,9 +176,15 @@ impl Facts {
             let wanted = pairs.saturating_mul(u64::from(per_token * row_threads));
             match path {
                 _ if wanted <= SMALL => 64,
-                Path::Vector if self.is_common() && early => 512,
-                Path::Vector if self.is_common() => 256,
-                // Kernels with more registers fill a multiprocessor better in small blocks.
+                // Kernels with more registers fill a multiprocessor better in small blocks; those
+                // that write 8-bit floats are faster in them too.
+                Path::Vector if self.is_common() && size(self.out) > 1 => {
+                    if early {
+                        512
+                    } else {
+                        256
+                    }
+                }
                 _ => 64,
             }
         });

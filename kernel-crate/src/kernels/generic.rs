@@ -12,8 +12,8 @@
 
 use super::vector::ANY;
 use super::{
-    F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8, prefetch_place,
-    report_skipped, size, widen,
+    F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8, report_skipped, size,
+    widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
@@ -761,10 +761,6 @@ pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, cons
             d.prefetch(k_from.wrapping_add(line));
             d.prefetch(v_from.wrapping_add(line));
         }
-    }
-    if early {
-        // SAFETY: the token is of this launch.
-        unsafe { prefetch_place(d, p, POOL, token_index, warp_lane) };
     }
     // A small job leaves its lines in the cache.
     let policy = d.policy(p.early_blocks > 0);

@@ -318,26 +318,6 @@ impl Place {
     }
 }
 
-/// Starts to bring position and slot of a token into the second-level cache, in lanes 0 and 1 of
-/// those that call it alike.
-///
-/// # Safety
-///
-/// `token` is of this launch.
-#[inline(always)]
-unsafe fn prefetch_place(d: impl Device, p: &Params, pool: bool, token: u32, lane: u32) {
-    let slot = pool && lane == 1;
-    if lane == 0 || slot {
-        let (base, stride) = if slot {
-            (p.slots, p.slot)
-        } else {
-            (p.positions, p.position)
-        };
-        // SAFETY: every token has a position and, with a pool, a slot.
-        unsafe { d.prefetch(at(base, token, stride)) };
-    }
-}
-
 /// Reports what is out of range of a token that is not written, if anything is. Called by exactly
 /// one thread a token over the whole grid; it reads position and slot again, so that no register
 /// has to hold them for this rare case.

@@ -7,7 +7,7 @@
 
 use super::{
     BF16, E4M3, E5M2, F16, F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8,
-    pool_f32, prefetch_place, report_skipped, size, widen,
+    pool_f32, report_skipped, size, widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
@@ -236,10 +236,6 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         };
         // SAFETY: lines of a row (this function's contract).
         unsafe { d.prefetch(base.wrapping_add((line * 128) as u64)) };
-    }
-    if is_early(d, p) {
-        // SAFETY: the token is of this launch.
-        unsafe { prefetch_place(d, p, S::POOL, token_index, lane) };
     }
     // A small job leaves its lines in the cache.
     let policy = d.policy(p.early_blocks > 0);

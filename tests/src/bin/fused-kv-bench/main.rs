@@ -31,13 +31,13 @@ enum Command {
         /// Only the cases of this group.
         #[arg(long)]
         group: Option<String>,
-        /// Only these token counts of the headline group.
+        /// Only these token counts.
         #[arg(long, value_delimiter = ',')]
         tokens: Vec<usize>,
-        /// Forces a path in the headline group.
+        /// Forces a path.
         #[arg(long)]
         path: Option<String>,
-        /// Forces block sizes in the headline group; one column each.
+        /// Forces block sizes, one row each.
         #[arg(long, value_delimiter = ',')]
         threads: Vec<u32>,
         /// Reserves this much shared memory a block, in KiB.
