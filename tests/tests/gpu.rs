@@ -624,8 +624,29 @@ mod gpu {
     /// Device buffers of `cust`, as views.
     #[test]
     fn buffers_of_cust() {
-        use cust::memory::{CopyDestination, DeviceBuffer};
         let Some(_gpu) = Gpu::get() else { return };
+        run_on_buffers_of_cust();
+    }
+
+    /// Contexts of the caller's own, one after the other. The driver may give a second one the
+    /// address of the first, whose kernels are gone.
+    #[test]
+    fn contexts_that_come_and_go() {
+        use cust::sys;
+        let Some(_gpu) = Gpu::get() else { return };
+        let done = sys::cudaError_enum::CUDA_SUCCESS;
+        for _ in 0..3 {
+            let mut own = std::ptr::null_mut();
+            // SAFETY: creates a context, current on this thread until it is destroyed below.
+            assert_eq!(unsafe { sys::cuCtxCreate_v2(&mut own, 0, 0) }, done);
+            run_on_buffers_of_cust();
+            // SAFETY: nothing of this context is used any more.
+            assert_eq!(unsafe { sys::cuCtxDestroy_v2(own) }, done);
+        }
+    }
+
+    fn run_on_buffers_of_cust() {
+        use cust::memory::{CopyDestination, DeviceBuffer};
         let golden = golden::load("square");
         let case = &golden.case;
         let words = |tensor: &Tensor| -> DeviceBuffer<u16> {

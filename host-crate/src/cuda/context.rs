@@ -85,8 +85,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn registry() -> &'static Mutex<HashMap<usize, Arc<State>>> {
-    static REGISTRY: OnceLock<Mutex<HashMap<usize, Arc<State>>>> = OnceLock::new();
+/// A context's address, and its number: addresses come back once a context is destroyed.
+type Key = (usize, u64);
+
+fn registry() -> &'static Mutex<HashMap<Key, Arc<State>>> {
+    static REGISTRY: OnceLock<Mutex<HashMap<Key, Arc<State>>>> = OnceLock::new();
     REGISTRY.get_or_init(Default::default)
 }
 
@@ -113,7 +116,9 @@ impl State {
     ///
     /// `raw` is a live context.
     unsafe fn of(raw: RawContext) -> Result<Arc<Self>, CudaError> {
-        if let Some(state) = lock(registry()).get(&(raw as usize)) {
+        // SAFETY: the caller's promise.
+        let key = (raw as usize, unsafe { driver::context_id(raw) }?);
+        if let Some(state) = lock(registry()).get(&key) {
             return Ok(state.clone());
         }
         let ordinal = {
@@ -121,7 +126,7 @@ impl State {
             let _bound = unsafe { Bound::new(raw) }?;
             driver::current_device()?
         };
-        Self::register(raw, ordinal, None)
+        Self::register(key, raw, ordinal, None)
     }
 
     fn primary(ordinal: u32) -> Result<Arc<Self>, CudaError> {
@@ -138,13 +143,16 @@ impl State {
         // SAFETY: it was current just before.
         unsafe { driver::set_current(before) }?;
         let raw = primary.as_raw().cast();
-        if let Some(state) = lock(registry()).get(&(raw as usize)) {
+        // SAFETY: just retained.
+        let key = (raw as usize, unsafe { driver::context_id(raw) }?);
+        if let Some(state) = lock(registry()).get(&key) {
             return Ok(state.clone());
         }
-        Self::register(raw, ordinal, Some(primary))
+        Self::register(key, raw, ordinal, Some(primary))
     }
 
     fn register(
+        key: Key,
         raw: RawContext,
         ordinal: u32,
         primary: Option<cust::context::Context>,
@@ -168,10 +176,7 @@ impl State {
             launch_ex: LaunchEx::find(),
             _primary: primary,
         });
-        Ok(lock(registry())
-            .entry(raw as usize)
-            .or_insert(state)
-            .clone())
+        Ok(lock(registry()).entry(key).or_insert(state).clone())
     }
 
     /// Makes this context current until the result is dropped.

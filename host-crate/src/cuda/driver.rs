@@ -391,16 +391,40 @@ struct LaunchAttribute {
     rest: [c_int; 15],
 }
 
+/// Address of an entry point that drivers have since CUDA `version`, where this one has it.
+fn entry_point(name: &CStr, version: c_int) -> Option<*mut c_void> {
+    let mut address = std::ptr::null_mut();
+    // SAFETY: the name is a C string; the call writes one pointer.
+    let code = unsafe { cuGetProcAddress(name.as_ptr(), &mut address, version, 0) };
+    (code == SUCCESS && !address.is_null()).then_some(address)
+}
+
+/// What tells a context from an earlier one at the same address: 0 where the driver, older than
+/// CUDA 12.0, cannot say.
+///
+/// # Safety
+///
+/// `context` is a live context.
+pub(super) unsafe fn context_id(context: RawContext) -> Result<u64, CudaError> {
+    type GetId = unsafe extern "C" fn(RawContext, *mut u64) -> c_int;
+    static FOUND: std::sync::OnceLock<Option<GetId>> = std::sync::OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        let address = entry_point(c"cuCtxGetId", 12_000)?;
+        // SAFETY: the driver gives the address of the function of this name and signature.
+        Some(unsafe { std::mem::transmute::<*mut c_void, GetId>(address) })
+    });
+    let mut id = 0;
+    if let Some(get_id) = found {
+        // SAFETY: the caller's promise; the call writes one integer.
+        result("cuCtxGetId", unsafe { get_id(context, &mut id) })?;
+    }
+    Ok(id)
+}
+
 impl LaunchEx {
     /// The driver's entry point, where it has one.
     pub(super) fn find() -> Option<Self> {
-        let mut address = std::ptr::null_mut();
-        // SAFETY: the name is a C string; the call writes one pointer.
-        let code =
-            unsafe { cuGetProcAddress(c"cuLaunchKernelEx".as_ptr(), &mut address, 11_080, 0) };
-        if code != SUCCESS || address.is_null() {
-            return None;
-        }
+        let address = entry_point(c"cuLaunchKernelEx", 11_080)?;
         // SAFETY: the driver gives the address of the function of this name and signature.
         Some(Self(unsafe {
             std::mem::transmute::<*mut c_void, LaunchExFunction>(address)
