@@ -23,7 +23,7 @@ pub struct Dispatch {
     /// The most layers that one launch takes; `None` for the limit of a grid.
     pub layers_per_launch: Option<u32>,
     /// Whether kernels may start before the one in front of them in the stream has ended (they
-    /// wait for its end before they touch memory); `None` for wherever the device can.
+    /// wait for its end before they load or store anything); `None` for wherever the device can.
     pub overlap: Option<bool>,
 }
 

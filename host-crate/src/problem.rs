@@ -80,13 +80,7 @@ impl Pool {
         let layers = bases[0].len();
         let mut table = bases.concat();
         for descale in descales.iter().flatten().flatten() {
-            let [a, b, c, d] = Reciprocal::new(*descale).to_words();
-            table.extend([[a, b], [c, d]].map(|[low, high]| {
-                // As the words lie in memory.
-                let [a, b, c, d] = low.to_ne_bytes();
-                let [e, f, g, h] = high.to_ne_bytes();
-                u64::from_ne_bytes([a, b, c, d, e, f, g, h])
-            }));
+            table.extend(Reciprocal::new(*descale).to_words());
         }
         Self {
             dtype,

@@ -164,10 +164,11 @@ pub struct Params {
     /// Vector kernels: the same distance for the other lanes.
     pub rest: u32,
     /// So many blocks, counted layer by layer, start to bring their rows into the second-level
-    /// cache before they wait for the kernel in front of them, and leave their lines there: 0 but
-    /// for small jobs.
+    /// cache before they wait for the kernel in front of them. 0 but for small jobs, all of whose
+    /// blocks leave their lines in that cache.
     pub early_blocks: u32,
-    /// Lines of 128 bytes that a row of K, or of V, of `kv` spans, for these blocks.
+    /// Vector kernels: prefetches for a row of K, as for one of V: its bytes over the 128 of a line,
+    /// rounded up. (The last line of a row that is not aligned to lines is left to its load.)
     pub row_lines: u32,
     /// log2 of the page size when that is a power of two, else `u32::MAX` (pool only).
     pub page_shift: u32,

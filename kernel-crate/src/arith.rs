@@ -151,10 +151,11 @@ impl Reciprocal {
         }
     }
 
-    /// The words of this in memory.
+    /// The words of this in the memory of a device, which is little-endian.
     #[cfg(not(target_arch = "nvptx64"))]
-    pub fn to_words(self) -> [u32; 4] {
-        [self.high, self.low, self.divisor, self.scale].map(f32::to_bits)
+    pub fn to_words(self) -> [u64; 2] {
+        [[self.high, self.low], [self.divisor, self.scale]]
+            .map(|[low, high]| u64::from(low.to_bits()) | u64::from(high.to_bits()) << 32)
     }
 
     /// `dividends / divisor`, good for a conversion to 8 bits. `fma` rounds `a * b + c` once.
@@ -324,8 +325,9 @@ mod tests {
     #[test]
     fn a_reciprocal_survives_memory() {
         let reciprocal = Reciprocal::new(0.3);
-        let [a, b, c, d] = reciprocal.to_words();
-        assert_eq!(Reciprocal::from_words([[a, b], [c, d]]), reciprocal);
+        let halves = |word: u64| [word as u32, (word >> 32) as u32];
+        let words = reciprocal.to_words().map(halves);
+        assert_eq!(Reciprocal::from_words(words), reciprocal);
         assert_eq!(size_of::<Reciprocal>(), 16);
     }
 }

@@ -93,6 +93,8 @@ impl<T> AlignedToSize for *mut T {
 }
 
 impl Device for Lane<'_> {
+    const OVERLAPS: bool = true;
+
     fn thread(self) -> u32 {
         self.thread
     }

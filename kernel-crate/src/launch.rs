@@ -10,7 +10,8 @@ pub enum Path {
     /// Two elements at a time: rows aligned to two elements.
     Pairs,
     /// Two elements at a time: rows that all start one element behind a pair. Elements 1 and 2 are
-    /// a pair, 3 and 4, ...; the first and the last one of a row are moved by one lane.
+    /// a pair, 3 and 4, ...; one lane moves the first and the last one, of the rotated elements and
+    /// of the others.
     ShiftedPairs,
     /// One element at a time: everything.
     Elements,
@@ -79,8 +80,8 @@ pub struct Facts {
     pub weight_bits: u64,
     /// Of the table.
     pub table_bits: u64,
-    /// As `kv_bits`, with every address taken one element lower: the alignment of the rows'
-    /// second elements.
+    /// As `kv_bits`, with every address taken one element lower: whether the rows' second elements
+    /// start pairs.
     pub kv_shifted_bits: u64,
     /// As `out_bits`, likewise.
     pub out_shifted_bits: u64,
@@ -207,7 +208,7 @@ impl Facts {
         let uniform = self.weight == self.kv && self.table == self.kv;
         if self.pool {
             return match (path, self.kv) {
-                (Path::Vector, Code::Bf16) if self.is_common() => match self.out {
+                (Path::Vector, _) if self.is_common() => match self.out {
                     Code::Bf16 => "fused_kv_pool_bf16_d128",
                     Code::E4M3 | Code::E5M2 => "fused_kv_pool_bf16_d128_fp8",
                     _ => "fused_kv_pool_bf16_d128_any",
@@ -221,7 +222,7 @@ impl Facts {
             };
         }
         match (path, self.kv) {
-            (Path::Vector, Code::Bf16) if self.is_common() => "fused_kv_vector_bf16_d128",
+            (Path::Vector, _) if self.is_common() => "fused_kv_vector_bf16_d128",
             (Path::Vector, Code::Bf16) if uniform => "fused_kv_vector_bf16",
             (Path::Vector, Code::Bf16) => "fused_kv_vector_bf16_any",
             (Path::Vector, Code::F16) if uniform => "fused_kv_vector_f16",
@@ -245,6 +246,7 @@ impl Facts {
         self.head_dim == 128
             && self.rotary_dim == 128
             && !self.interleaved
+            && self.kv == Code::Bf16
             && self.weight == Code::Bf16
             && self.table == Code::Bf16
     }

@@ -436,7 +436,7 @@ impl LaunchEx {
     ///
     /// # Safety
     ///
-    /// As for [`launch`]; the kernel waits (`griddepcontrol.wait`) before it touches memory.
+    /// As for [`launch`]; the kernel waits (`griddepcontrol.wait`) before it loads or stores anything.
     #[inline]
     pub(super) unsafe fn launch_early<T>(
         self,

@@ -53,8 +53,12 @@ pub trait Device: Copy {
     /// Index of the block along y: the layer.
     fn layer(self) -> u32;
 
-    /// Called once, before the first access to global memory: waits for the kernel before this
-    /// one in the stream where the launch allowed this one to start early.
+    /// Whether [`Device::begin`] may have to wait.
+    const OVERLAPS: bool = false;
+
+    /// Called once, before the first load or store of global memory: waits for the kernel before
+    /// this one in the stream where the launch allowed this one to start early. Only prefetches may
+    /// come before it.
     fn begin(self) {}
 
     /// Keeps loads where they are, above or below: without it, an assembler that saves registers
@@ -107,6 +111,8 @@ pub trait Device: Copy {
     unsafe fn load_128_once(self, address: u64, policy: Policy) -> [u32; 4];
 
     /// Starts to bring the 128 bytes around `address`, of an input, into the second-level cache.
+    /// What the kernel in front writes there afterwards goes through that cache, and is what a load
+    /// finds: this is allowed before [`Device::begin`].
     ///
     /// # Safety
     ///
@@ -115,8 +121,7 @@ pub trait Device: Copy {
         let _ = address;
     }
 
-    /// Writes one byte of an output where `when` holds. Outputs are not read again by this
-    /// kernel: stores may stream past the caches.
+    /// Writes one byte of an output where `when` holds. Outputs are not read again by this kernel.
     ///
     /// # Safety
     ///

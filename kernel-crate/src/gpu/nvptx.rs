@@ -81,6 +81,8 @@ impl Device for Gpu {
         unsafe { nvptx::_block_idx_y() as u32 }
     }
 
+    const OVERLAPS: bool = cfg!(any(fused_kv_overlap, target_feature = "compute_90"));
+
     #[cfg(any(fused_kv_overlap, target_feature = "compute_90"))]
     #[inline(always)]
     fn begin(self) {

@@ -139,7 +139,7 @@ fn decode(d: impl Device, raw: u32, dtype: u32) -> f32 {
 #[inline(always)]
 fn encode(d: impl Device, y: [f32; 2], dtype: u32) -> [u32; 2] {
     match size(dtype) {
-        // Pools may take widened NaNs, which keep their payload.
+        // Widened NaNs keep their payload, so the hardware's own canonical NaN is not enough.
         4 => y.map(convert::f32_from_f32),
         2 => {
             let pair = narrow(d, dtype, y[0], y[1]);
@@ -389,8 +389,7 @@ struct Couples {
 
 /// Normalizes, rotates and stores the rotated elements of all heads: `E` couples a lane.
 ///
-/// With two couples a lane they are pairs of elements half a row apart, in either style: the
-/// styles differ in what is rotated with what. That needs a half of whole pairs; `MIXED` says that
+/// With two couples a lane they are pairs of elements R/2 apart, in either style: the styles differ in what is rotated with what. That needs a half of whole pairs; `MIXED` says that
 /// the couples are those within the two pairs.
 ///
 /// # Safety
@@ -587,10 +586,13 @@ unsafe fn straight<const E: u32, const SHIFT: u32, const KEY: bool>(
         let elements = [a, if apart { start } else { a + E - 1 }];
         // SAFETY: elements of a row.
         unsafe {
-            let w = if KEY {
-                batch.weights(d, elements)
-            } else {
-                [0.0; 2]
+            let w = match (KEY, E) {
+                (false, _) => [0.0; 2],
+                (true, 1) => {
+                    let [w] = batch.weights(d, [a]);
+                    [w; 2]
+                }
+                (true, _) => batch.weights(d, elements),
             };
             let slot = Slot { inside, apart, w };
             let mut places = batch.places(elements);
@@ -751,7 +753,8 @@ pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, cons
     // Offsets in a row of kv are 32 bit.
     let k_from = source.wrapping_add((first_head * row_bytes) as u64);
     let v_from = k_from.wrapping_add(p.kv_value as u64);
-    // A batch has at most 4096 bytes of K, as of V: a line for each lane.
+    // A batch has at most 4096 bytes of K, as of V: a line for each lane (one that is not aligned to
+    // lines leaves its last one to the loads).
     let line = (warp_lane * 128) as u64;
     let has_line = warp_lane * 128 < heads * row_bytes;
     let early = is_early(d, p);

@@ -161,12 +161,12 @@ fn pool_f32(value: f32) -> f32 {
 }
 
 /// Whether this block is to bring what it reads into the second-level cache before it waits for the
-/// kernel in front of it, which may yet write it: where both meet, that cache, then holds what it
-/// wrote.
+/// kernel in front of it.
 #[inline(always)]
-fn is_early(d: impl Device, p: &Params) -> bool {
+fn is_early<D: Device>(d: D, p: &Params) -> bool {
+    // Only small jobs have early blocks; with others the number may wrap.
     let block = d.layer().wrapping_mul(d.blocks()).wrapping_add(d.block());
-    block < p.early_blocks
+    D::OVERLAPS && block < p.early_blocks
 }
 
 /// Element `index` of an array of 32-bit floats, or 0.

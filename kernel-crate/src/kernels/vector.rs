@@ -227,6 +227,7 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         unsafe { d.load_128_once(address, policy) }
     };
 
+    // A lane for each line, of K and then of V, as far as the lanes go: one for rows of 8 elements.
     let lines = if S::D128 { 2 } else { p.row_lines };
     if is_early(d, p) && lane < 2 * lines {
         let (base, line) = if lane < lines {
