@@ -102,7 +102,7 @@ fn a_path_that_cannot_serve() {
     );
 }
 
-/// Permissions that are a byte short, of each tensor; what the plan allocated needs none.
+/// Permissions that lack the last bytes of a tensor; what the plan allocated needs none.
 #[test]
 fn memory_without_permission() {
     let config = Config {
@@ -123,13 +123,13 @@ fn memory_without_permission() {
         (scale.as_ptr() as u64, size_of_val(&scale)),
     ];
     let written = (k.as_mut_ptr() as u64, size_of_val(&k));
-    // The tensor that is a byte short: 6 is K, 7 none.
-    let mut run = |short: usize| {
+    // The tensor that lacks some bytes (6 is K), how many, and the number of early blocks.
+    let mut run = |short: usize, lacks: usize, early: u32| {
         let mut permissions = Permissions::default();
         for (index, (address, bytes)) in read.into_iter().enumerate() {
-            permissions.allow_reads(address, bytes - usize::from(short == index));
+            permissions.allow_reads(address, bytes - if short == index { lacks } else { 0 });
         }
-        permissions.allow_writes(written.0, written.1 - usize::from(short == 6));
+        permissions.allow_writes(written.0, written.1 - if short == 6 { lacks } else { 0 });
         let inputs = Inputs {
             kv: TensorView::from_slice(&kv, &[1, 1, 4])?,
             k_norm_weight: TensorView::from_slice(&weight, &[1, 2])?,
@@ -142,14 +142,24 @@ fn memory_without_permission() {
             k: Output::Into(TensorViewMut::from_slice(&mut k, &[1, 1, 1, 2])?),
             v: Output::Allocate,
         };
-        Plan::new(config, inputs, outputs)?.run_emulated_within(Dispatch::default(), permissions)
+        let dispatch = Dispatch {
+            early_blocks: Some(early),
+            ..Dispatch::default()
+        };
+        Plan::new(config, inputs, outputs)?.run_emulated_within(dispatch, permissions)
     };
-    assert_eq!(run(7), Ok(()));
+    assert_eq!(run(0, 0, 0), Ok(()));
     for short in 0..7 {
-        let error = run(short).expect_err("a byte too few").to_string();
+        let error = run(short, 1, 0).expect_err("a byte too few").to_string();
         let start = "A kernel is at fault on the emulated device: fused_kv_";
         assert!(error.starts_with(start), "{error}");
         assert!(error.contains("is not allowed to touch byte"), "{error}");
+    }
+    // Early blocks prefetch K first, others V alone.
+    for (early, first) in [(0, 8), (u32::MAX, 0)] {
+        let error = run(0, 16, early).expect_err("no kv").to_string();
+        let prefetch = format!("the Prefetch of 1 bytes at {:#x} ", read[0].0 + first);
+        assert!(error.contains(&prefetch), "{error}");
     }
 }
 
