@@ -543,6 +543,16 @@ pub enum Error {
         reason: &'static str,
     },
 
+    /// A kernel did what no kernel may do, on the emulated device
+    /// ([`Plan::run_emulated`](crate::Plan::run_emulated)). That is a fault of this library, except
+    /// where the elements of a tensor are not at multiples of their size: host memory may have any
+    /// alignment, kernels need that one.
+    #[error("A kernel is at fault on the emulated device: {message}.")]
+    EmulatedFault {
+        /// Which thread did what.
+        message: String,
+    },
+
     /// The CUDA side failed.
     #[cfg(feature = "cuda")]
     #[error(transparent)]

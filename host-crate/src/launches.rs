@@ -25,6 +25,10 @@ pub struct Dispatch {
     /// Whether kernels may start before the one in front of them in the stream has ended (they
     /// wait for its end before they load or store anything); `None` for wherever the device can.
     pub overlap: Option<bool>,
+    /// How many blocks of a launch, counted layer by layer, start to bring what they read into the
+    /// second-level cache before they wait for the kernel in front of them; `None` for the library's
+    /// choice.
+    pub early_blocks: Option<u32>,
 }
 
 /// One launch.
@@ -249,6 +253,7 @@ pub(crate) fn launches(
         }
     }
     launch.apply(&mut params);
+    params.early_blocks = dispatch.early_blocks.unwrap_or(params.early_blocks);
 
     let token_step = dispatch
         .tokens_per_launch

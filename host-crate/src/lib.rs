@@ -164,6 +164,7 @@ pub use device::Device;
 pub use dtype::{DType, Element};
 pub use error::{Argument, Error, Shape, ViewError};
 pub use float8::{F8E4M3Fn, F8E5M2};
+pub use fused_kv_kernels::emulator::Permissions;
 pub use fused_kv_kernels::launch::Path;
 pub use half;
 pub use launches::Dispatch;

@@ -10,7 +10,8 @@ use crate::pool::PoolTarget;
 use crate::problem::{Problem, Target};
 use crate::tensor::{Layout, Raw, TensorView, TensorViewMut};
 use crate::{Device, validate};
-use fused_kv_kernels::emulator;
+use fused_kv_kernels::abi::Status;
+use fused_kv_kernels::emulator::{Emulator, Permissions};
 
 /// Which elements of a head RoPE rotates together. There is no default: the wrong style gives
 /// plausible numbers.
@@ -313,8 +314,31 @@ impl<'a> Plan<'a> {
     /// # Errors
     ///
     /// [`Error::Path`] when the path asked for cannot serve this job, or the plan is not on the
-    /// CPU; [`Error::DuplicateSlot`] where two tokens would be written to one slot at a time.
+    /// CPU; [`Error::DuplicateSlot`] where two tokens would be written to one slot at a time;
+    /// [`Error::EmulatedFault`] for what no kernel may do, after which the outputs are incomplete.
     pub fn run_emulated(&mut self, dispatch: Dispatch) -> Result<(), Error> {
+        self.emulate(dispatch, None)
+    }
+
+    /// As [`Plan::run_emulated`], where kernels may touch only the memory that `permissions` name,
+    /// byte by byte, and what the plan itself holds.
+    ///
+    /// # Errors
+    ///
+    /// As [`Plan::run_emulated`]; an access of other memory is an [`Error::EmulatedFault`].
+    pub fn run_emulated_within(
+        &mut self,
+        dispatch: Dispatch,
+        permissions: Permissions,
+    ) -> Result<(), Error> {
+        self.emulate(dispatch, Some(permissions))
+    }
+
+    fn emulate(
+        &mut self,
+        dispatch: Dispatch,
+        mut permissions: Option<Permissions>,
+    ) -> Result<(), Error> {
         #[allow(irrefutable_let_patterns, reason = "more backends with more features")]
         let Backend::Cpu(runner) = &mut self.backend else {
             return Err(Error::Path {
@@ -328,11 +352,27 @@ impl<'a> Plan<'a> {
             validate::unique_slots(pool, self.problem.tokens)?;
             table = pool.table().as_ptr() as u64;
         }
+        if let Some(permissions) = &mut permissions {
+            permissions.allow_reports(status, size_of::<Status>());
+            if let Target::Pool(pool) = &self.problem.target {
+                permissions.allow_reads(table, size_of_val(pool.table()));
+            }
+            for destination in [&self.k, &self.v] {
+                if let Destination::Owned(tensor) = destination {
+                    let bytes = tensor.as_bytes().unwrap_or_default().len();
+                    permissions.allow_writes(tensor.raw().address as u64, bytes);
+                }
+            }
+        }
+        let mut emulator = Emulator::new(permissions);
         for call in launches(&self.problem, dispatch, status, table)? {
             // SAFETY: validation covers what the parameters name, and no two tokens have the same
             // destination; the record lives in the runner, the table in the problem.
-            let known = unsafe { emulator::run(call.entry, call.grid, call.threads, &call.params) };
-            debug_assert!(known.is_ok(), "{}", call.entry);
+            unsafe { emulator.launch(call.entry, call.grid, call.threads, &call.params) }.map_err(
+                |fault| Error::EmulatedFault {
+                    message: fault.to_string(),
+                },
+            )?;
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ mod common;
 use common::{Memory, Random, encode, size};
 use fused_kv_kernels::abi::{Code, FastDivisor, Params, Status, flags};
 use fused_kv_kernels::arith::Reciprocal;
-use fused_kv_kernels::emulator;
+use fused_kv_kernels::emulator::{Emulator, Permissions};
 use fused_kv_kernels::launch::{Facts, Path};
 
 const TOKENS: usize = 6;
@@ -133,21 +133,45 @@ fn check(case: &Case) -> Vec<Path> {
         // Of the pool, below: the dense result takes no part in this.
         out_shifted_bits: 1,
     };
-    let run = |facts: &Facts, path: Path, mut params: Params| {
+    let run = |facts: &Facts, path: Path, mut params: Params, outputs: &[Memory]| {
         let launch = facts.launch(path, (TOKENS * LAYERS) as u64, Some(64));
         let (rows, blocks) = launch.rows(TOKENS as u32);
         params.rows = rows;
         launch.apply(&mut params);
         let grid = (blocks, LAYERS as u32);
+        let mut permissions = Permissions::default();
+        let mut reads = vec![
+            kv.range(),
+            weight.range(),
+            table.range(),
+            (params.eps, 4 * LAYERS),
+            (params.positions, 8 * TOKENS),
+            (params.value_scale, 4 * LAYERS),
+        ];
+        if facts.pool {
+            reads.push((params.slots, 4 * TOKENS));
+            reads.extend([params.k_out, params.v_out].map(|bases| (bases, 8 * LAYERS)));
+        }
+        if params.k_descale != 0 {
+            reads.extend([params.k_descale, params.v_descale].map(|table| (table, 16 * LAYERS)));
+        }
+        for (address, bytes) in reads {
+            permissions.allow_reads(address, bytes);
+        }
+        for (address, bytes) in outputs.iter().map(Memory::range) {
+            permissions.allow_writes(address, bytes);
+        }
+        permissions.allow_reports(params.status, size_of::<Status>());
+        let mut emulator = Emulator::new(Some(permissions));
         // SAFETY: the parameters describe the memory of this test.
-        let done = unsafe { emulator::run(launch.entry, grid, launch.threads, &params) };
-        assert_eq!(done, Ok(()), "{}", launch.entry);
+        let done = unsafe { emulator.launch(launch.entry, grid, launch.threads, &params) };
+        assert_eq!(done, Ok(()));
     };
 
     // The dense result, for comparison.
     let dense = [(); 2].map(|()| Memory::new(case.kv, LAYERS * TOKENS * HEADS * d, 0));
     (params.k_out, params.v_out) = (dense[0].address(), dense[1].address());
-    run(&facts, Path::Elements, params);
+    run(&facts, Path::Elements, params, &dense);
 
     let [page, token, head] = strides(case).map(|stride| bytes(stride, case.pool));
     params.slots = slots.as_ptr() as u64;
@@ -188,7 +212,7 @@ fn check(case: &Case) -> Vec<Path> {
         (params.k_out, params.v_out) = (bases.as_ptr() as u64, bases[2..].as_ptr() as u64);
         // SAFETY: the record is this function's, and no kernel runs.
         unsafe { (&raw mut status).write(Status::CLEAR) };
-        run(&facts, path, params);
+        run(&facts, path, params, &pool);
         // SAFETY: as above.
         let status = unsafe { (&raw const status).read() };
         let past = status

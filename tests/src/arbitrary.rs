@@ -4,7 +4,7 @@ use fused_kv::{DType, NormWeight, RopeStyle};
 use proptest::prelude::*;
 
 use crate::case::{Layouts, Spec, Values};
-use crate::tensor::Layout;
+use crate::tensor::{Layout, Rows};
 
 /// What addresses may be a multiple of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,16 +58,24 @@ fn output(alignment: Alignment) -> impl Strategy<Value = Option<Layout>> {
     prop_oneof![1 => Just(None), 4 => layout(4, 3, alignment).prop_map(Some)]
 }
 
-/// Layouts of all tensors; often, `kv` and both outputs lie at, or all one element behind, pairs.
-fn layouts(alignment: Alignment) -> impl Strategy<Value = Layouts> {
-    let paired = prop_oneof![3 => Just(None), 1 => Just(Some(0)), 2 => Just(Some(1))];
-    (any_layouts(alignment), paired).prop_map(|(mut layouts, paired)| {
-        if let Some(shift) = paired {
-            layouts.kv = layouts.kv.paired(shift);
-            layouts.k_out = layouts.k_out.map(|layout| layout.paired(shift));
-            layouts.v_out = layouts.v_out.map(|layout| layout.paired(shift));
+/// Layouts of all tensors; often, the rows of all that come in rows start alike, as one of the
+/// paths needs it: where.
+fn layouts(alignment: Alignment) -> impl Strategy<Value = (Layouts, Rows)> {
+    let rows = prop_oneof![
+        3 => Just(Rows::Anywhere),
+        2 => Just(Rows::Shifted),
+        1 => Just(Rows::Pairs),
+        2 => Just(Rows::Chunks),
+    ];
+    (any_layouts(alignment), rows).prop_map(|(mut layouts, rows)| {
+        layouts.kv = layouts.kv.aligned(rows);
+        layouts.k_out = layouts.k_out.map(|layout| layout.aligned(rows));
+        layouts.v_out = layouts.v_out.map(|layout| layout.aligned(rows));
+        if rows == Rows::Chunks {
+            layouts.weight = layouts.weight.aligned(rows);
+            layouts.table = layouts.table.aligned(rows);
         }
-        layouts
+        (layouts, rows)
     })
 }
 
@@ -96,23 +104,35 @@ fn any_layouts(alignment: Alignment) -> impl Strategy<Value = Layouts> {
         )
 }
 
-fn head() -> impl Strategy<Value = (usize, usize)> {
-    let head_dim = prop_oneof![
+/// H, D and R.
+fn heads() -> impl Strategy<Value = (usize, usize, usize)> {
+    let half = prop_oneof![
         4 => 1usize..=40,
         2 => 1usize..=128,
         1 => 1usize..=512,
+        1 => prop::sample::select(vec![1usize, 2, 3, 5, 23, 511, 512]),
         2 => prop::sample::select(vec![32usize, 36, 40, 48, 56, 64, 80, 96, 128, 256, 288]),
+        1 => (1usize..=32).prop_map(|chunks| 4 * chunks),
     ];
-    head_dim.prop_flat_map(|half| {
-        let rotary = prop_oneof![Just(half), 1..=half];
-        (Just(2 * half), rotary.prop_map(|half| 2 * half))
+    half.prop_flat_map(|half| {
+        // A whole warp of small heads, and more.
+        let heads = match half {
+            1..=16 => prop_oneof![3 => 1usize..5, 1 => 5usize..70].boxed(),
+            _ => (1usize..5).boxed(),
+        };
+        let rotary = prop_oneof![
+            2 => Just(half),
+            2 => 1..=half,
+            1 => (1..=half.div_ceil(8)).prop_map(move |chunks| (8 * chunks).min(half)),
+        ];
+        (heads, Just(2 * half), rotary.prop_map(|half| 2 * half))
     })
 }
 
 /// Any valid case.
 pub fn spec(alignment: Alignment) -> impl Strategy<Value = Spec> {
     (
-        (0usize..7, 1usize..4, 1usize..5, head(), 1usize..40),
+        (0usize..7, 1usize..4, heads(), 1usize..40),
         (
             any::<bool>(),
             any::<bool>(),
@@ -127,39 +147,46 @@ pub fn spec(alignment: Alignment) -> impl Strategy<Value = Spec> {
     )
         .prop_map(
             |(
-                (tokens, layers, heads, (head_dim, rotary_dim), table_rows),
+                (tokens, layers, (heads, mut head_dim, mut rotary_dim), table_rows),
                 (interleaved, offset, narrow, value_scale, wild),
                 (kv, weight, table),
-                layouts,
+                (layouts, rows),
                 attention_factor,
                 seed,
-            )| Spec {
-                tokens,
-                layers,
-                heads,
-                head_dim,
-                rotary_dim,
-                table_rows,
-                style: if interleaved {
-                    RopeStyle::Interleaved
-                } else {
-                    RopeStyle::Neox
-                },
-                norm_weight: if offset {
-                    NormWeight::Offset
-                } else {
-                    NormWeight::Plain
-                },
-                kv,
-                weight,
-                table,
-                index: if narrow { DType::I32 } else { DType::I64 },
-                value_scale,
-                attention_factor,
-                values: if wild { Values::Wild } else { Values::Normal },
-                positions: None,
-                layouts,
-                seed,
+            )| {
+                // Whole chunks, for rows that start at chunks.
+                if rows == Rows::Chunks {
+                    head_dim = head_dim.next_multiple_of(8);
+                    rotary_dim = rotary_dim.next_multiple_of(16).min(head_dim);
+                }
+                Spec {
+                    tokens,
+                    layers,
+                    heads,
+                    head_dim,
+                    rotary_dim,
+                    table_rows,
+                    style: if interleaved {
+                        RopeStyle::Interleaved
+                    } else {
+                        RopeStyle::Neox
+                    },
+                    norm_weight: if offset {
+                        NormWeight::Offset
+                    } else {
+                        NormWeight::Plain
+                    },
+                    kv,
+                    weight,
+                    table,
+                    index: if narrow { DType::I32 } else { DType::I64 },
+                    value_scale,
+                    attention_factor,
+                    values: if wild { Values::Wild } else { Values::Normal },
+                    positions: None,
+                    layouts,
+                    seed,
+                }
             },
         )
 }

@@ -61,6 +61,9 @@ pub struct PoolSpec {
     pub k: Layout,
     /// Where V lies.
     pub v: Layout,
+    /// Elements by which K and V of a layer are shifted on top, with [`Form::Layers`]; none for
+    /// layers that are not named.
+    pub per_layer: Vec<[usize; 2]>,
     /// Slots in place of random ones.
     pub slots: Option<Vec<i64>>,
     /// Type of the slots.
@@ -84,6 +87,7 @@ impl Default for PoolSpec {
             page_size: 4,
             k: Layout::default(),
             v: Layout::default(),
+            per_layer: Vec::new(),
             slots: None,
             index: DType::I64,
             slots_layout: Layout::default(),
@@ -196,9 +200,15 @@ impl PoolSpec {
         };
         match self.form {
             Form::Layers => {
-                for _ in 0..layers {
-                    add(&mut k, Tensor::output(self.dtype, &shape, &self.k));
-                    add(&mut v, Tensor::output(self.dtype, &shape, &self.v));
+                for layer in 0..layers {
+                    let shifts = self.per_layer.get(layer).copied().unwrap_or_default();
+                    let output = |layout: &Layout, shift: usize| {
+                        let mut layout = layout.clone();
+                        layout.offset += shift;
+                        Tensor::output(self.dtype, &shape, &layout)
+                    };
+                    add(&mut k, output(&self.k, shifts[0]));
+                    add(&mut v, output(&self.v, shifts[1]));
                 }
             }
             Form::Stacked => {
@@ -509,6 +519,12 @@ impl PoolCase {
         .collect();
         let placed: Vec<Placed> = sources.iter().map(|tensor| runner.place(tensor)).collect();
         let mut pool: Vec<Placed> = self.allocations.iter().map(|t| runner.place(t)).collect();
+        let written = self.k.iter().chain(&self.v).map(|part| {
+            let allocation = part.allocation;
+            let base = pool[allocation].address - self.allocations[allocation].first as u64;
+            (&part.tensor, base + part.tensor.first as u64)
+        });
+        let permissions = runner.permissions(sources.iter().copied().zip(&placed), written);
         let view = |index: usize| runner.view(sources[index], &placed[index]);
         let inputs = Inputs {
             kv: view(0),
@@ -523,7 +539,7 @@ impl PoolCase {
             .and_then(|mut target| {
                 change(&mut target);
                 let mut plan = Plan::paged(case.config, inputs, target)?;
-                runner.launch(&mut plan)?;
+                runner.launch(&mut plan, &permissions)?;
                 let check = plan.check();
                 assert_eq!(plan.check(), Ok(()), "check() clears the record");
                 assert_eq!(plan.k().shape()[1], 0, "a pool plan has no workspace");
@@ -543,7 +559,7 @@ impl PoolCase {
             Err(error) => {
                 let before = self.allocations.iter().map(|tensor| &tensor.memory);
                 assert!(
-                    memory.iter().eq(before),
+                    matches!(error, Error::EmulatedFault { .. }) || memory.iter().eq(before),
                     "refused with {error:?}, yet the pool was written in {}",
                     self.name
                 );
@@ -861,10 +877,20 @@ pub fn random_pool(job: Spec, seed: u64, repeated: bool) -> PoolSpec {
         }
     };
     let (mut k, mut v) = (lie(), lie());
-    // Where rows of kv begin at, or one element behind, a pair, those of the pool often do too.
-    if let (Some(shift), true) = (job.layouts.kv.pair_shift(), rng.bool()) {
-        (k, v) = (k.paired(shift), v.paired(shift));
+    // Where the rows of kv start as one of the paths needs it, those of the pool often do too; so do
+    // they where each layer has an offset of its own.
+    let mut unit = 1;
+    if rng.bool() {
+        let rows = job.layouts.kv.rows();
+        (k, v) = (k.aligned(rows), v.aligned(rows));
+        unit = 8;
     }
+    let per_layer = match rng.u8(..3) {
+        0 => (0..job.layers)
+            .map(|_| [(); 2].map(|()| unit * rng.usize(..9)))
+            .collect(),
+        _ => Vec::new(),
+    };
     let index = [DType::I64, DType::I32][rng.usize(..2)];
     let mut free: Vec<i64> = (0..capacity).collect();
     rng.shuffle(&mut free);
@@ -886,6 +912,7 @@ pub fn random_pool(job: Spec, seed: u64, repeated: bool) -> PoolSpec {
         page_size,
         k,
         v,
+        per_layer,
         slots: Some(slots),
         index,
         slots_layout: Layout::padded(&[rng.usize(..3)]),

@@ -1,8 +1,9 @@
 //! One runner over all backends.
 
+use fastrand::Rng;
 use fused_kv::{
-    DType, Device, Dispatch, Error, Inputs, Output, Outputs, OwnedTensor, Path, Plan, TensorView,
-    TensorViewMut,
+    DType, Device, Dispatch, Error, Inputs, Output, Outputs, OwnedTensor, Path, Permissions, Plan,
+    TensorView, TensorViewMut,
 };
 
 use crate::case::Case;
@@ -55,7 +56,8 @@ impl HostMemory {
 pub enum Runner {
     /// On the CPU backend.
     Cpu,
-    /// The GPU's kernels on the emulated device, dispatched as given.
+    /// The GPU's kernels on the emulated device, dispatched as given. They may touch the elements of
+    /// the tensors, and nothing between or around them.
     Emulated(Dispatch),
     /// On a GPU, dispatched as given.
     #[cfg(feature = "cuda")]
@@ -93,8 +95,11 @@ impl Memory {
 /// The paths that serve a job of whole chunks whose rows are all aligned.
 pub const ALIGNED: [Path; 3] = [Path::Vector, Path::Pairs, Path::Elements];
 
-/// What [`check_dispatches`] tries on a GPU: every path with several block sizes, and the library's
-/// own choice, whole and cut into many launches.
+/// Numbers of blocks that start early: none, some, all.
+pub const EARLY: [u32; 3] = [0, 2, u32::MAX];
+
+/// What [`check_dispatches`] tries on a GPU: every path with several block sizes and numbers of
+/// early blocks, and the library's own choice, whole and cut into many launches.
 pub fn all_dispatches() -> Vec<Dispatch> {
     let mut all = vec![
         Dispatch::default(),
@@ -108,11 +113,19 @@ pub fn all_dispatches() -> Vec<Dispatch> {
             ..Dispatch::default()
         },
     ];
+    let [none, some, every] = EARLY.map(Some);
     for path in Path::ALL {
         all.extend(
-            [None, Some(64), Some(192), Some(512)].map(|threads| Dispatch {
+            [
+                (None, None),
+                (Some(64), some),
+                (Some(192), none),
+                (Some(512), every),
+            ]
+            .map(|(threads, early_blocks)| Dispatch {
                 path: Some(path),
                 threads,
+                early_blocks,
                 ..Dispatch::default()
             }),
         );
@@ -122,12 +135,36 @@ pub fn all_dispatches() -> Vec<Dispatch> {
 
 /// The same for the emulated device, which is slow: every path with the smallest block.
 pub fn few_dispatches() -> Vec<Dispatch> {
-    let small = |path| Dispatch {
-        path: Some(path),
-        threads: Some(64),
-        ..Dispatch::default()
+    let small = |path| {
+        EARLY.map(|early| Dispatch {
+            path: Some(path),
+            threads: Some(64),
+            early_blocks: Some(early),
+            ..Dispatch::default()
+        })
     };
-    Path::ALL.into_iter().map(small).collect()
+    Path::ALL.into_iter().flat_map(small).collect()
+}
+
+/// For random cases on the emulated device: every path, and the library's own choice, each in its
+/// own way.
+pub fn random_dispatches(seed: u64) -> Vec<Dispatch> {
+    let mut rng = Rng::with_seed(seed);
+    let paths = [None].into_iter().chain(Path::ALL.map(Some));
+    paths
+        .map(|path| Dispatch {
+            path,
+            threads: rng.bool().then(|| 64 * rng.u32(1..=8)),
+            tokens_per_launch: (rng.u8(..3) == 0).then(|| rng.u32(1..4)),
+            layers_per_launch: (rng.u8(..3) == 0).then(|| rng.u32(1..3)),
+            early_blocks: match rng.u8(..3) {
+                0 => None,
+                1 => Some(rng.u32(..9)),
+                _ => Some(u32::MAX),
+            },
+            ..Dispatch::default()
+        })
+        .collect()
 }
 
 /// A tensor's memory on a backend, with the address of its first element.
@@ -251,11 +288,38 @@ impl Runner {
         }
     }
 
+    /// What a job may read and write: the elements of tensors, given with the memory that they are
+    /// in. Nothing where nobody looks at it.
+    pub(crate) fn permissions<'a>(
+        &self,
+        read: impl IntoIterator<Item = (&'a Tensor, &'a Placed)>,
+        written: impl IntoIterator<Item = (&'a Tensor, u64)>,
+    ) -> Permissions {
+        let mut permissions = Permissions::default();
+        if matches!(self, Self::Emulated(_)) {
+            for (tensor, placed) in read {
+                for (start, bytes) in tensor.ranges(placed.address) {
+                    permissions.allow_reads(start, bytes);
+                }
+            }
+            for (tensor, address) in written {
+                for (start, bytes) in tensor.ranges(address) {
+                    permissions.allow_writes(start, bytes);
+                }
+            }
+        }
+        permissions
+    }
+
     /// Enqueues the plan as this runner dispatches.
-    pub(crate) fn launch(&self, plan: &mut Plan<'_>) -> Result<(), Error> {
+    pub(crate) fn launch(
+        &self,
+        plan: &mut Plan<'_>,
+        permissions: &Permissions,
+    ) -> Result<(), Error> {
         match self {
             Self::Cpu => plan.run(),
-            Self::Emulated(dispatch) => plan.run_emulated(*dispatch),
+            Self::Emulated(dispatch) => plan.run_emulated_within(*dispatch, permissions.clone()),
             #[cfg(feature = "cuda")]
             Self::Cuda(_, dispatch) => {
                 plan.dispatch(*dispatch)?;
@@ -306,13 +370,20 @@ impl Runner {
         };
         let mut k = case.k_out.as_ref().map(|tensor| self.place(tensor));
         let mut v = case.v_out.as_ref().map(|tensor| self.place(tensor));
+        let written = [(&case.k_out, &k), (&case.v_out, &v)];
+        let permissions = self.permissions(
+            sources.iter().copied().zip(&placed),
+            written
+                .into_iter()
+                .filter_map(|(tensor, placed)| Some((tensor.as_ref()?, placed.as_ref()?.address))),
+        );
         let outputs = Outputs {
             k: self.output(case.k_out.as_ref(), k.as_mut()),
             v: self.output(case.v_out.as_ref(), v.as_mut()),
         };
         let result = Plan::new(case.config, inputs, outputs).and_then(|mut plan| {
             for _ in 0..times {
-                self.launch(&mut plan)?;
+                self.launch(&mut plan, &permissions)?;
             }
             let check = plan.check();
             assert_eq!(plan.check(), Ok(()), "check() clears the record");
@@ -352,7 +423,8 @@ impl Runner {
             }
             Err(error) => {
                 assert!(
-                    k == case.k_out && v == case.v_out,
+                    matches!(error, Error::EmulatedFault { .. })
+                        || k == case.k_out && v == case.v_out,
                     "refused with {error:?}, yet an output was written in {}",
                     case.name
                 );

@@ -29,6 +29,19 @@ impl Fill {
     }
 }
 
+/// Where the rows of a tensor start, if its innermost axis has a suitable extent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rows {
+    /// At any element.
+    Anywhere,
+    /// One element behind a pair.
+    Shifted,
+    /// At a pair.
+    Pairs,
+    /// At 8 elements.
+    Chunks,
+}
+
 /// How a tensor lies in its memory. The default is contiguous and aligned to 256 bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
@@ -53,20 +66,30 @@ impl Layout {
         }
     }
 
-    /// The same with every row `shift` (0 or 1) elements behind a pair, where the innermost axis has
-    /// an even extent.
-    pub fn paired(mut self, shift: usize) -> Self {
-        self.offset = self.offset & !1 | shift;
+    /// The same with every row where `rows` says.
+    pub fn aligned(mut self, rows: Rows) -> Self {
+        let (unit, shift) = match rows {
+            Rows::Anywhere => return self,
+            Rows::Shifted => (2, 1),
+            Rows::Pairs => (2, 0),
+            Rows::Chunks => (8, 0),
+        };
+        self.offset = self.offset / unit * unit + shift;
         for pad in &mut self.pads {
-            *pad &= !1;
+            *pad = *pad / unit * unit;
         }
         self
     }
 
-    /// The `shift` of [`Layout::paired`], where it is such a layout.
-    pub fn pair_shift(&self) -> Option<usize> {
-        let paired = self.pads.iter().all(|pad| pad % 2 == 0);
-        paired.then_some(self.offset % 2)
+    /// Where rows start.
+    pub fn rows(&self) -> Rows {
+        let padded = |unit: usize| self.pads.iter().all(|pad| pad % unit == 0);
+        match self.offset {
+            offset if offset % 8 == 0 && padded(8) => Rows::Chunks,
+            offset if offset % 2 == 0 && padded(2) => Rows::Pairs,
+            _ if padded(2) => Rows::Shifted,
+            _ => Rows::Anywhere,
+        }
     }
 
     /// In order, with extra elements between neighbours of each axis.
@@ -162,6 +185,22 @@ impl Tensor {
         offsets.into_iter().map(|offset| offset as usize).collect()
     }
 
+    /// Where the elements lie, given the address of the first: bytes from an address on.
+    pub fn ranges(&self, address: u64) -> Vec<(u64, usize)> {
+        let size = self.dtype.size();
+        let mut ranges: Vec<(u64, usize)> = Vec::new();
+        for offset in self.offsets() {
+            let at = address
+                .wrapping_sub(self.first as u64)
+                .wrapping_add(offset as u64);
+            match ranges.last_mut() {
+                Some((from, bytes)) if *from + *bytes as u64 == at => *bytes += size,
+                _ => ranges.push((at, size)),
+            }
+        }
+        ranges
+    }
+
     /// Writes the elements, given as contiguous bytes in row-major order.
     pub fn scatter(&mut self, elements: &[u8]) {
         let size = self.dtype.size();
@@ -227,6 +266,13 @@ mod tests {
         offsets.sort_unstable();
         assert!(offsets.windows(2).all(|pair| pair[1] - pair[0] >= 2));
         assert!(offsets[0] >= GUARD);
+        let bytes = |(address, bytes): (u64, usize)| address as usize..address as usize + bytes;
+        let mut elements: Vec<usize> = tensor.ranges(1000).into_iter().flat_map(bytes).collect();
+        elements.sort_unstable();
+        let first = tensor.first as isize;
+        let moved = |offset: &usize| (*offset as isize - first + 1000) as usize;
+        let expected = offsets.iter().map(moved).flat_map(|at| [at, at + 1]);
+        assert!(elements.into_iter().eq(expected));
         assert!(offsets[offsets.len() - 1] + 2 + GUARD <= tensor.memory.len());
     }
 }

@@ -51,13 +51,19 @@ pub fn encode(code: Code, value: f32) -> Vec<u8> {
 pub struct Memory {
     pub words: Vec<u128>,
     pub code: Code,
+    pub elements: usize,
     pub shift: usize,
 }
 
 impl Memory {
     pub fn new(code: Code, elements: usize, shift: usize) -> Self {
         let words = vec![u128::from_ne_bytes([0xA5; 16]); (elements * size(code) + shift) / 16 + 2];
-        Self { words, code, shift }
+        Self {
+            words,
+            code,
+            elements,
+            shift,
+        }
     }
 
     pub fn random(code: Code, elements: usize, shift: usize, random: &mut Random) -> Self {
@@ -84,6 +90,11 @@ impl Memory {
 
     pub fn address(&self) -> u64 {
         self.words.as_ptr() as u64 + self.shift as u64
+    }
+
+    /// Address and length of the elements, as permissions take them.
+    pub fn range(&self) -> (u64, usize) {
+        (self.address(), self.elements * size(self.code))
     }
 
     pub fn raw(&self, index: usize) -> &[u8] {
