@@ -55,6 +55,52 @@ impl Gpu {
     }
 }
 
+/// Which cases of a long sweep this process takes: all, or with `FUSED_KV_GPU_PART=i/n` every nth
+/// from the ith on, so that n processes share a sweep (under compute-sanitizer one alone takes many
+/// minutes).
+#[derive(Debug)]
+pub struct Part {
+    next: usize,
+    index: usize,
+    of: usize,
+}
+
+impl Part {
+    /// The part that the environment names.
+    ///
+    /// # Panics
+    ///
+    /// Where it names none of 1/n to n/n.
+    pub fn from_env() -> Self {
+        let Ok(part) = std::env::var("FUSED_KV_GPU_PART") else {
+            return Self::new(1, 1);
+        };
+        let numbers = part
+            .split_once('/')
+            .and_then(|(index, of)| Some((index.parse().ok()?, of.parse().ok()?)));
+        match numbers {
+            Some((index, of)) if (1..=of).contains(&index) => Self::new(index, of),
+            _ => panic!("FUSED_KV_GPU_PART={part}: expected i/n, as 1/4"),
+        }
+    }
+
+    fn new(index: usize, of: usize) -> Self {
+        Self { next: 0, index, of }
+    }
+
+    /// Whether this process takes the next case.
+    pub fn takes(&mut self) -> bool {
+        let case = self.next;
+        self.next += 1;
+        case % self.of == self.index - 1
+    }
+
+    /// It takes all of them.
+    pub fn is_whole(&self) -> bool {
+        self.of == 1
+    }
+}
+
 /// Prints for the eyes of whoever runs the tests. The print macros are shown for failing tests
 /// only; the stream itself is always.
 pub fn say(text: &str) {

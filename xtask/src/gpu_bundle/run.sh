@@ -4,7 +4,11 @@
 #
 #   run.sh [FILTER...]                  all test binaries
 #   run.sh memcheck|racecheck|initcheck|synccheck [FILTER...]
-#                                       the GPU tests under compute-sanitizer
+#                                       the GPU tests under compute-sanitizer, a process each,
+#                                       JOBS (default: half of the processors) at a time; long
+#                                       sweeps are shared by PARTS (default 8) processes, random
+#                                       tests run 20 cases unless FUSED_KV_GPU_CASES and
+#                                       FUSED_KV_SOAK say otherwise
 #   run.sh cli                          fused-kv on every golden file, on CUDA, compared
 #   run.sh examples                     the examples of the library
 #   run.sh bench [--out DIR] [--sglang PATH] [--flaggems PATH] [--tokenspeed PATH]
@@ -145,6 +149,28 @@ END
     echo "figures: $results"
 }
 
+# checked BINARY TEST PART: one test under compute-sanitizer, one line of output, more when it is not
+# clean.
+checked() {
+    local log start status
+    log="$logs/$mode-$(basename "$1")-${2//::/-}-${3//\//of}"
+    start=$SECONDS
+    FUSED_KV_GPU_PART=$3 "$tool" --tool "$mode" --error-exitcode 9 --target-processes all \
+        "$1" --exact "$2" --test-threads=1 >"$log" 2>&1
+    status=$?
+    # A test that calls the driver in no way leaves the tool nothing to look at.
+    if [ "$status" -ne 0 ] && grep -q 'before first instrumented API call' "$log" &&
+        grep -q '^test result: ok. 1 passed' "$log"; then
+        status=0
+    fi
+    if [ "$status" -eq 0 ]; then
+        echo "ok $mode $(basename "$1") $2 $3, $((SECONDS - start)) s"
+    else
+        echo "NOT CLEAN (exit $status) $mode $(basename "$1") $2 $3: $(grep '^=* .*\(Error\|ERROR\|RACECHECK\)' "$log" | head -n 5 | tr '\n' ';')"
+    fi
+}
+export -f checked
+
 mode=${1:-tests}
 case $mode in
 -h | --help)
@@ -154,14 +180,31 @@ case $mode in
 memcheck | racecheck | initcheck | synccheck)
     shift
     tool=$(sanitizer) || { echo "compute-sanitizer: not on PATH, nor in CUDA_PATH"; exit 1; }
-    found=0
+    export mode tool FUSED_KV_GPU_CASES="${FUSED_KV_GPU_CASES:-20}" FUSED_KV_SOAK="${FUSED_KV_SOAK:-20}"
+    logs=$(mktemp -d)
+    export logs
+    jobs=()
     for binary in tests/*gpu*; do
         [ -x "$binary" ] || continue
-        found=1
-        step "$mode $(basename "$binary")" "$tool" --tool "$mode" --error-exitcode 9 \
-            --target-processes all "$binary" --test-threads=1 "$@"
+        for name in $("$binary" --list "$@" 2>/dev/null | sed -n 's/: test$//p'); do
+            case $name in
+            *every_* | *known_faults | *larger_jobs)
+                for part in $(seq "${PARTS:-8}"); do
+                    jobs+=("$binary $name $part/${PARTS:-8}")
+                done
+                ;;
+            *) jobs+=("$binary $name 1/1") ;;
+            esac
+        done
     done
-    [ "$found" = 1 ] || { echo "no GPU tests in this bundle"; failed=1; }
+    [ "${#jobs[@]}" -gt 0 ] || { echo "no such GPU tests in this bundle"; exit 1; }
+    printf '%s\n' "${jobs[@]}" |
+        xargs -P "${JOBS:-$((($(nproc) + 1) / 2))}" -L 1 bash -c 'checked "$@"' checked |
+        tee "$logs/all"
+    bad=$(grep -vc '^ok' "$logs/all")
+    summary+=("$mode: ${#jobs[@]} runs, $bad not clean")
+    [ "$bad" -eq 0 ] || failed=1
+    [ "$(wc -l <"$logs/all")" -eq "${#jobs[@]}" ] || { summary+=("$mode: runs are missing"); failed=1; }
     ;;
 cli)
     found=0
