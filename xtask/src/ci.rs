@@ -26,29 +26,55 @@ pub fn run(project: &Project, flags: &flags::Ci) -> Result<()> {
         );
         let start = Instant::now();
         let mut command = step.command;
-        let passed = match command.status() {
-            Ok(status) => status.success(),
+        let verdict = match command.status() {
+            Ok(status) => Verdict::of(status.code()),
             Err(error) => {
                 println!("cannot be started: {error}");
-                false
+                Verdict::Failed
             }
         };
-        summary.push((step.name, passed, start.elapsed()));
+        summary.push((step.name, verdict, start.elapsed()));
     }
     println!("\n== summary");
-    for (name, passed, took) in &summary {
-        println!("{}", line(name, *passed, *took));
+    for (name, verdict, took) in &summary {
+        println!("{}", line(name, *verdict, *took));
     }
-    let failed = summary.iter().filter(|(_, passed, _)| !passed).count();
+    let failed = summary
+        .iter()
+        .filter(|(_, verdict, _)| *verdict == Verdict::Failed)
+        .count();
     if failed > 0 {
         bail!("{failed} of {} checks failed", summary.len());
     }
     Ok(())
 }
 
-fn line(name: &str, passed: bool, took: Duration) -> String {
-    let word = if passed { "ok    " } else { "FAILED" };
-    format!("{word} {:>5} s  {name}", took.as_secs())
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Passed,
+    /// Nothing failed, but something could not be looked at.
+    Skipped,
+    Failed,
+}
+
+impl Verdict {
+    /// 77 is what many test harnesses take for "skipped".
+    fn of(exit_status: Option<i32>) -> Self {
+        match exit_status {
+            Some(0) => Self::Passed,
+            Some(77) => Self::Skipped,
+            _ => Self::Failed,
+        }
+    }
+}
+
+fn line(name: &str, verdict: Verdict, took: Duration) -> String {
+    let word = match verdict {
+        Verdict::Passed => "ok",
+        Verdict::Skipped => "SKIPPED",
+        Verdict::Failed => "FAILED",
+    };
+    format!("{word:<7} {:>5} s  {name}", took.as_secs())
 }
 
 struct Step {
@@ -174,8 +200,11 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_named() {
-        let line = line("tests", false, Duration::from_secs(12));
-        assert_eq!(line, "FAILED    12 s  tests");
+    fn what_did_not_pass_is_named() {
+        let line = |status| line("tests", Verdict::of(status), Duration::from_secs(12));
+        assert_eq!(line(Some(0)), "ok         12 s  tests");
+        assert_eq!(line(Some(77)), "SKIPPED    12 s  tests");
+        assert_eq!(line(Some(1)), "FAILED     12 s  tests");
+        assert_eq!(line(None), "FAILED     12 s  tests");
     }
 }
