@@ -297,3 +297,98 @@ impl Launch {
         (rows, rows.div_ceil(self.rows_per_block))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// D = R = 128, 8 heads, everything of one type and aligned.
+    fn facts(kv: Code) -> Facts {
+        Facts {
+            heads: 8,
+            head_dim: 128,
+            rotary_dim: 128,
+            interleaved: false,
+            kv,
+            weight: kv,
+            table: kv,
+            out: kv,
+            pool: false,
+            kv_bits: 256,
+            out_bits: 256,
+            weight_bits: 256,
+            table_bits: 256,
+            kv_shifted_bits: 1,
+            out_shifted_bits: 1,
+        }
+    }
+
+    fn launch(facts: &Facts, tokens: u64) -> Launch {
+        facts.launch(Path::Vector, 8 * tokens, None)
+    }
+
+    #[test]
+    fn small_jobs_start_early() {
+        let bf16 = facts(Code::Bf16);
+        let pool = Facts { pool: true, ..bf16 };
+        assert_eq!(launch(&bf16, 16).threads, 64);
+        assert_eq!(launch(&bf16, 512).threads, 512);
+        assert_eq!(launch(&bf16, 8192).threads, 256);
+        assert_eq!(launch(&bf16, 512).early_blocks, EARLY_THREADS / 512);
+        assert_eq!(launch(&bf16, 8192).early_blocks, 0);
+        assert_ne!(launch(&pool, 128).early_blocks, 0);
+        assert_eq!(launch(&pool, 512).early_blocks, 0);
+    }
+
+    /// Other kernels need more registers than large blocks have.
+    #[test]
+    fn large_blocks_are_for_the_common_kernel() {
+        let bf16 = facts(Code::Bf16);
+        let aux = |kv| Facts {
+            weight: Code::Bf16,
+            table: Code::Bf16,
+            ..facts(kv)
+        };
+        let fp8 = Facts {
+            pool: true,
+            out: Code::E4M3,
+            ..bf16
+        };
+        let wide = Facts {
+            head_dim: 256,
+            rotary_dim: 256,
+            ..bf16
+        };
+        for other in [aux(Code::F16), aux(Code::F32), facts(Code::F16), fp8, wide] {
+            for tokens in [1, 512, 8192] {
+                assert_eq!(launch(&other, tokens).threads, 64, "{other:?}");
+            }
+        }
+        assert_eq!(launch(&bf16, 512).entry, "fused_kv_vector_bf16_d128");
+        assert_eq!(
+            launch(&aux(Code::F16), 512).entry,
+            "fused_kv_vector_f16_any"
+        );
+        assert_eq!(launch(&fp8, 512).entry, "fused_kv_pool_bf16_d128_fp8");
+    }
+
+    #[test]
+    fn shifted_rows_have_a_path() {
+        let shifted = Facts {
+            kv_bits: 256 | 2,
+            out_bits: 256 | 2,
+            kv_shifted_bits: 256,
+            out_shifted_bits: 256,
+            ..facts(Code::Bf16)
+        };
+        assert_eq!(shifted.best_path(), Path::ShiftedPairs);
+        // Only one side off by one.
+        let source = Facts {
+            out_bits: 256,
+            out_shifted_bits: 254,
+            ..shifted
+        };
+        assert_eq!(source.best_path(), Path::Elements);
+        assert_eq!(facts(Code::Bf16).best_path(), Path::Vector);
+    }
+}

@@ -247,4 +247,61 @@ mod tests {
         assert_eq!(names(true), ["unit-fused_kv", "gpu"]);
         assert_eq!(names(false), ["fused-kv"]);
     }
+
+    /// compute-sanitizer and a test binary played by scripts.
+    #[cfg(unix)]
+    #[test]
+    fn sanitizers_look_at_every_test() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let script = |name: &str, text: &str| {
+            project::write(&path(name), &format!("#!/usr/bin/env bash\n{text}\n")).unwrap();
+            make_executable(&path(name)).unwrap();
+        };
+        project::write(&path("run.sh"), RUN_SH).unwrap();
+        let list = "printf 'every_dim: test\\nsoak: test\\nno_driver: test\\n'";
+        script(
+            "tests/gpu",
+            &format!("[ \"$1\" = --list ] && {list}; exit 0"),
+        );
+        script(
+            "cuda/bin/compute-sanitizer",
+            r#"case "$*" in
+            *no_driver*)
+                echo "test result: ok. 1 passed"
+                echo "========= Error: Target application terminated before first instrumented API call"
+                exit 255 ;;
+            *soak*) exit "$SOAK_STATUS" ;;
+            esac"#,
+        );
+        let run = |status: &str| {
+            let output = Command::new("bash")
+                .arg(path("run.sh"))
+                .arg("memcheck")
+                .env("CUDA_PATH", path("cuda"))
+                .envs([("PARTS", "2"), ("JOBS", "2"), ("SOAK_STATUS", status)])
+                .output()
+                .unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            (output.status.code(), text)
+        };
+        let (status, text) = run("0");
+        assert_eq!(status, Some(0), "{text}");
+        for job in [
+            "every_dim 1/2",
+            "every_dim 2/2",
+            "soak 1/1",
+            "no_driver 1/1",
+        ] {
+            assert!(text.contains(&format!("ok memcheck gpu {job}")), "{text}");
+        }
+        assert!(text.contains("memcheck: 4 runs, 0 not clean"), "{text}");
+        let (status, text) = run("9");
+        assert_eq!(status, Some(1), "{text}");
+        assert!(
+            text.contains("NOT CLEAN (exit 9) memcheck gpu soak 1/1"),
+            "{text}"
+        );
+        assert!(text.contains("memcheck: 4 runs, 1 not clean"), "{text}");
+    }
 }
