@@ -255,7 +255,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let script = |name: &str, text: &str| {
-            project::write(&path(name), &format!("#!/usr/bin/env bash\n{text}\n")).unwrap();
+            project::write(&path(name), format!("#!/usr/bin/env bash\n{text}\n")).unwrap();
             make_executable(&path(name)).unwrap();
         };
         project::write(&path("run.sh"), RUN_SH).unwrap();
