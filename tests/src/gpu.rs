@@ -312,3 +312,20 @@ impl Drop for Pinned {
         unsafe { sys::cuMemFreeHost(self.address) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Part;
+
+    #[test]
+    fn parts_take_every_case_once() {
+        let mut parts = [1, 2, 3].map(|index| Part::new(index, 3));
+        for case in 0..10 {
+            let takers = parts.each_mut().map(Part::takes);
+            assert_eq!(takers.iter().filter(|takes| **takes).count(), 1);
+            assert!(takers[case % 3]);
+        }
+        let mut whole = Part::new(1, 1);
+        assert!(whole.is_whole() && (0..10).all(|_| whole.takes()));
+    }
+}
