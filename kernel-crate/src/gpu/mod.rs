@@ -19,23 +19,6 @@ use crate::convert;
 #[derive(Clone, Copy)]
 pub struct Policy(pub u64);
 
-/// `value`, of which the compiler no longer knows where it comes from.
-#[inline(always)]
-pub fn opaque(value: u64) -> u64 {
-    #[cfg(target_arch = "nvptx64")]
-    {
-        let result: u64;
-        // SAFETY: copies a register.
-        unsafe {
-            core::arch::asm!("mov.u64 {result}, {value};", result = out(reg64) result,
-                value = in(reg64) value, options(pure, nomem, nostack));
-        }
-        result
-    }
-    #[cfg(not(target_arch = "nvptx64"))]
-    value
-}
-
 /// What one thread of a kernel can do.
 ///
 /// Threads come in warps of 32 that shuffle with a full mask: every thread of a warp must reach
@@ -64,6 +47,11 @@ pub trait Device: Copy {
     /// Keeps loads where they are, above or below: without it, an assembler that saves registers
     /// moves them behind waits for others. Every lane of a warp gets here, as for shuffles.
     fn keep_order(self) {}
+
+    /// `value`, of which the compiler no longer knows where it comes from.
+    fn opaque(self, value: u64) -> u64 {
+        value
+    }
 
     /// The value of the lane whose index differs by the bits of `mask`.
     fn shuffle_xor(self, value: f32, mask: u32) -> f32;

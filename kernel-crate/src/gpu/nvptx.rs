@@ -1,7 +1,8 @@
 //! A GPU's thread in PTX: intrinsics for the indices, inline assembly for the rest, the same for
 //! both code generators; what they do not share, shuffles and entry points, is in a file of each.
 //!
-//! No `asm!` here is `pure`: loads are to keep the order they are written in. They are no `ld.nc`
+//! No `asm!` here but a copy of a register is `pure`: loads are to keep the order they are written
+//! in. They are no `ld.nc`
 //! either, which could be moved in front of the wait for the kernel before this one.
 
 use core::arch::{asm, nvptx};
@@ -104,6 +105,17 @@ impl Device for Gpu {
         // Orders the memory accesses of a warp's lanes: no assembler moves any across it.
         // SAFETY: every lane gets here (the trait's rule).
         unsafe { asm!("bar.warp.sync 0xffffffff;", options(nostack)) };
+    }
+
+    #[inline(always)]
+    fn opaque(self, value: u64) -> u64 {
+        let result: u64;
+        // SAFETY: copies a register.
+        unsafe {
+            asm!("mov.u64 {result}, {value};", result = out(reg64) result,
+                value = in(reg64) value, options(pure, nomem, nostack));
+        }
+        result
     }
 
     #[inline(always)]

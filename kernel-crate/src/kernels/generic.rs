@@ -18,7 +18,7 @@ use super::{
 use crate::abi::{Params, flags};
 use crate::arith;
 use crate::convert;
-use crate::gpu::{Device, Policy, opaque};
+use crate::gpu::{Device, Policy};
 
 use core::cmp::min;
 
@@ -303,7 +303,7 @@ impl Batch {
 
     /// Addresses of elements of the first head, source and destination.
     #[inline(always)]
-    fn places<const N: usize>(&self, elements: [u32; N]) -> Places<N> {
+    fn places<const N: usize>(&self, d: impl Device, elements: [u32; N]) -> Places<N> {
         let at = |base: u64, dtype: u32| {
             elements.map(|element| base.wrapping_add((element * size(dtype)) as u64))
         };
@@ -311,7 +311,7 @@ impl Batch {
             from: at(self.from, self.from_dtype),
             to: at(self.to, self.to_dtype),
         }
-        .opaque()
+        .opaque(d)
     }
 
     /// The same elements `heads` heads further.
@@ -336,10 +336,10 @@ impl<const N: usize> Places<N> {
     /// The same addresses: left to itself, the compiler keeps one of its own for every head, in
     /// twice as many registers.
     #[inline(always)]
-    fn opaque(self) -> Self {
+    fn opaque(self, d: impl Device) -> Self {
         Self {
-            from: self.from.map(opaque),
-            to: self.to.map(opaque),
+            from: self.from.map(|from| d.opaque(from)),
+            to: self.to.map(|to| d.opaque(to)),
         }
     }
 }
@@ -413,7 +413,7 @@ unsafe fn rotate<const E: u32, const SHIFT: u32, const MIXED: bool>(
         // Elements 0 and 1 (2 and 3) are at one place; couples are 0 and 2, 1 and 3, or, mixed,
         // 0 and 1, 2 and 3.
         let (elements, angles);
-        let (mut apart, mut turned) = (false, false);
+        let mut apart = false;
         if E == 1 {
             let (a, b) = if table.interleaved {
                 (2 * lane, 2 * lane + 1)
@@ -425,11 +425,10 @@ unsafe fn rotate<const E: u32, const SHIFT: u32, const MIXED: bool>(
             let a = 2 * lane + SHIFT;
             // The last pair that begins in the first half ends in the second: its second element
             // is rotated with element 0.
-            turned = SHIFT == 1 && a + 1 == half;
-            apart = turned;
-            let last = if turned { 0 } else { a + 1 + half };
+            apart = SHIFT == 1 && a + 1 == half;
+            let last = if apart { 0 } else { a + 1 + half };
             elements = [a, a + 1, a + half, last];
-            angles = match (MIXED, turned) {
+            angles = match (MIXED, apart) {
                 (true, _) => [lane, lane + half / 2],
                 (false, true) => [a, 0],
                 (false, false) => [a, a + 1],
@@ -467,23 +466,23 @@ unsafe fn rotate<const E: u32, const SHIFT: u32, const MIXED: bool>(
                 apart,
                 w,
                 cos: [cos0, cos1],
-                sin: [sin0, if turned { -sin1 } else { sin1 }],
+                sin: [sin0, if apart { -sin1 } else { sin1 }],
             };
-            let mut places = batch.places([elements[0], elements[2], elements[3]]);
+            let mut places = batch.places(d, [elements[0], elements[2], elements[3]]);
             let mut head = 0;
             while E == 1 && head + HEADS as u32 <= batch.heads {
                 rotate_heads::<HEADS, E, SHIFT, MIXED>(d, &batch, couples, places, head);
-                places = batch.step(places, HEADS).opaque();
+                places = batch.step(places, HEADS).opaque(d);
                 head += HEADS as u32;
             }
             while E == 2 && head + PAIR_HEADS as u32 <= batch.heads {
                 rotate_heads::<PAIR_HEADS, E, SHIFT, MIXED>(d, &batch, couples, places, head);
-                places = batch.step(places, PAIR_HEADS).opaque();
+                places = batch.step(places, PAIR_HEADS).opaque(d);
                 head += PAIR_HEADS as u32;
             }
             while head < batch.heads {
                 rotate_heads::<1, E, SHIFT, MIXED>(d, &batch, couples, places, head);
-                places = batch.step(places, 1).opaque();
+                places = batch.step(places, 1).opaque(d);
                 head += 1;
             }
         }
@@ -595,16 +594,16 @@ unsafe fn straight<const E: u32, const SHIFT: u32, const KEY: bool>(
                 (true, _) => batch.weights(d, elements),
             };
             let slot = Slot { inside, apart, w };
-            let mut places = batch.places(elements);
+            let mut places = batch.places(d, elements);
             let mut head = 0;
             while head + HEADS as u32 <= batch.heads {
                 straight_heads::<HEADS, E, SHIFT, KEY>(d, &batch, slot, places, head);
-                places = batch.step(places, HEADS).opaque();
+                places = batch.step(places, HEADS).opaque(d);
                 head += HEADS as u32;
             }
             while head < batch.heads {
                 straight_heads::<1, E, SHIFT, KEY>(d, &batch, slot, places, head);
-                places = batch.step(places, 1).opaque();
+                places = batch.step(places, 1).opaque(d);
                 head += 1;
             }
         }
@@ -686,7 +685,7 @@ unsafe fn copy(
     policy: Policy,
 ) {
     // Alignment is read off the address, not computed once more from what led to it.
-    let to = opaque(to);
+    let to = d.opaque(to);
     // What comes before the first and behind the last 16 bytes is less than 16 bytes each.
     let head = min((to.wrapping_neg() & 15) as u32, bytes);
     let vectors = (bytes - head) / 16;

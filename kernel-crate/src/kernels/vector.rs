@@ -221,12 +221,6 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         let index = lane + step * lanes;
         if moves(index) { index } else { 0 }
     };
-    let load_unit = |step: u32, policy: Policy| {
-        let address = value.wrapping_add((unit(step) * 16) as u64);
-        // SAFETY: units below D * size / 16 of a row exist (this function's contract).
-        unsafe { d.load_128_once(address, policy) }
-    };
-
     // A lane for each line, of K and then of V, as far as the lanes go: one for rows of 8 elements.
     let lines = if S::D128 { 2 } else { p.row_lines };
     if is_early(d, p) && lane < 2 * lines {
@@ -240,6 +234,11 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
     }
     // A small job leaves its lines in the cache.
     let policy = d.policy(p.early_blocks > 0);
+    let load_unit = |step: u32| {
+        let address = value.wrapping_add((unit(step) * 16) as u64);
+        // SAFETY: units below D * size / 16 of a row exist (this function's contract).
+        unsafe { d.load_128_once(address, policy) }
+    };
 
     d.begin();
 
@@ -247,9 +246,9 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
     unsafe {
         let raw_a = Words::load_once(d, chunk(source, a, S::KV), S::KV, policy);
         let raw_b = Words::load_once(d, chunk(source, b, S::KV), S::KV, policy);
-        let v = [load_unit(0, policy), load_unit(1, policy)];
+        let v = [load_unit(0), load_unit(1)];
         let v_more = if S::KV == F32 {
-            [load_unit(2, policy), load_unit(3, policy)]
+            [load_unit(2), load_unit(3)]
         } else {
             [[0; 4]; 2]
         };
