@@ -5,7 +5,6 @@ mod common;
 use common::{Memory, Random, encode, size};
 use fused_kv_kernels::abi::{Code, Params, Status, flags};
 use fused_kv_kernels::arith;
-use fused_kv_kernels::emulator::{Emulator, Permissions};
 use fused_kv_kernels::launch::{Facts, Path};
 
 struct Case {
@@ -143,26 +142,17 @@ fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
             page_divisor: Default::default(),
         };
         launch.apply(&mut params);
-        let mut permissions = Permissions::default();
-        for (address, bytes) in [
+        let reads = [
             kv.range(),
             weight.range(),
             table.range(),
             (params.eps, 4 * l),
             (params.positions, 8 * t),
             (params.value_scale, if case.scaled { 4 * l } else { 0 }),
-        ] {
-            permissions.allow_reads(address, bytes);
-        }
-        for (address, bytes) in [k_out.range(), v_out.range()] {
-            permissions.allow_writes(address, bytes);
-        }
-        permissions.allow_reports(params.status, size_of::<Status>());
-        let mut emulator = Emulator::new(Some(permissions));
-        let grid = (blocks, l as u32);
+        ];
+        let writes = [k_out.range(), v_out.range()];
         // SAFETY: the parameters describe the memory above.
-        let done = unsafe { emulator.launch(launch.entry, grid, launch.threads, &params) };
-        assert_eq!(done, Ok(()));
+        unsafe { common::run(&launch, (blocks, l as u32), &params, &reads, &writes) };
 
         let bad = if t > 2 { Some((1, 2, p as i64)) } else { None };
         let found = status

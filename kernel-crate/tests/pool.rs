@@ -6,7 +6,6 @@ mod common;
 use common::{Memory, Random, encode, size};
 use fused_kv_kernels::abi::{Code, FastDivisor, Params, Status, flags};
 use fused_kv_kernels::arith::Reciprocal;
-use fused_kv_kernels::emulator::{Emulator, Permissions};
 use fused_kv_kernels::launch::{Facts, Path};
 
 const TOKENS: usize = 6;
@@ -139,7 +138,6 @@ fn check(case: &Case) -> Vec<Path> {
         params.rows = rows;
         launch.apply(&mut params);
         let grid = (blocks, LAYERS as u32);
-        let mut permissions = Permissions::default();
         let mut reads = vec![
             kv.range(),
             weight.range(),
@@ -155,17 +153,9 @@ fn check(case: &Case) -> Vec<Path> {
         if params.k_descale != 0 {
             reads.extend([params.k_descale, params.v_descale].map(|table| (table, 16 * LAYERS)));
         }
-        for (address, bytes) in reads {
-            permissions.allow_reads(address, bytes);
-        }
-        for (address, bytes) in outputs.iter().map(Memory::range) {
-            permissions.allow_writes(address, bytes);
-        }
-        permissions.allow_reports(params.status, size_of::<Status>());
-        let mut emulator = Emulator::new(Some(permissions));
+        let writes: Vec<_> = outputs.iter().map(Memory::range).collect();
         // SAFETY: the parameters describe the memory of this test.
-        let done = unsafe { emulator.launch(launch.entry, grid, launch.threads, &params) };
-        assert_eq!(done, Ok(()));
+        unsafe { common::run(&launch, grid, &params, &reads, &writes) };
     };
 
     // The dense result, for comparison.

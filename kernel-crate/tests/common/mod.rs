@@ -1,8 +1,10 @@
 //! Memory and numbers of the tests.
 #![allow(dead_code, reason = "each test uses its part")]
 
-use fused_kv_kernels::abi::Code;
+use fused_kv_kernels::abi::{Code, Params, Status};
 use fused_kv_kernels::convert;
+use fused_kv_kernels::emulator::{Emulator, Permissions};
+use fused_kv_kernels::launch::Launch;
 
 /// SplitMix64: enough to fill tensors, without a dependency.
 pub struct Random(pub u64);
@@ -112,4 +114,31 @@ impl Memory {
             Code::E5M2 => convert::e5m2_to_f32(raw[0]),
         }
     }
+}
+
+/// Runs a launch on the emulated device, which may read and write these addresses and lengths, and
+/// the status record.
+///
+/// # Safety
+///
+/// `params` describes live memory, of which these are parts.
+pub unsafe fn run(
+    launch: &Launch,
+    grid: (u32, u32),
+    params: &Params,
+    reads: &[(u64, usize)],
+    writes: &[(u64, usize)],
+) {
+    let mut permissions = Permissions::default();
+    for (address, bytes) in reads {
+        permissions.allow_reads(*address, *bytes);
+    }
+    for (address, bytes) in writes {
+        permissions.allow_writes(*address, *bytes);
+    }
+    permissions.allow_reports(params.status, size_of::<Status>());
+    let mut emulator = Emulator::new(Some(permissions));
+    // SAFETY: the caller's promise.
+    let done = unsafe { emulator.launch(launch.entry, grid, launch.threads, params) };
+    assert_eq!(done, Ok(()));
 }

@@ -203,8 +203,9 @@ memcheck | racecheck | initcheck | synccheck)
         tee "$logs/all"
     bad=$(grep -vc '^ok' "$logs/all")
     summary+=("$mode: ${#jobs[@]} runs, $bad not clean")
-    [ "$bad" -eq 0 ] || failed=1
+    [ "$bad" -eq 0 ] || { summary+=("what the tool said: $logs"); failed=1; }
     [ "$(wc -l <"$logs/all")" -eq "${#jobs[@]}" ] || { summary+=("$mode: runs are missing"); failed=1; }
+    [ "$failed" -ne 0 ] || rm -rf "$logs"
     ;;
 cli)
     found=0
