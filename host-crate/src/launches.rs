@@ -25,10 +25,14 @@ pub struct Dispatch {
     /// Whether kernels may start before the one in front of them in the stream has ended (they
     /// wait for its end before they load or store anything); `None` for wherever the device can.
     pub overlap: Option<bool>,
-    /// How many blocks of a launch, counted layer by layer, start to bring what they read into the
+    /// How many blocks of a launch, counted in the order of the grid, start to bring what they read into the
     /// second-level cache before they wait for the kernel in front of them; `None` for the library's
     /// choice.
     pub early_blocks: Option<u32>,
+    /// Whether the blocks of a launch into a pool go through the layers of a few tokens before they
+    /// come to the next tokens, as far as a grid can; `None` for the library's choice. Launches into
+    /// workspaces always take one layer after another.
+    pub layers_first: Option<bool>,
 }
 
 /// One launch.
@@ -165,7 +169,10 @@ pub(crate) fn launches(
             reason: "a block has a multiple of 64 threads, 64 to 512",
         });
     }
-    let launch = facts.launch(path, tokens as u64 * layers as u64, threads);
+    let mut launch = facts.launch(path, tokens as u64 * layers as u64, threads);
+    if facts.pool {
+        launch.layers_first = dispatch.layers_first.unwrap_or(launch.layers_first);
+    }
 
     let flag = |on: bool, flag: u32| if on { flag } else { 0 };
     let mut params = Params {
@@ -268,9 +275,8 @@ pub(crate) fn launches(
         for first_token in (0..tokens).step_by(token_step as usize) {
             let call_tokens = (tokens - first_token).min(token_step as usize) as u32;
             let call_layers = (layers - first_layer).min(layer_step as usize) as u32;
-            let (rows, blocks) = launch.rows(call_tokens);
             let mut params = params;
-            params.rows = rows;
+            let grid = launch.grid(&mut params, call_tokens, call_layers);
             params.first_token = first_token as u32;
             // Every layer sees the same tokens: one launch of each group of tokens reports.
             params.flags |= flag(first_layer == 0, flags::REPORT);
@@ -310,7 +316,7 @@ pub(crate) fn launches(
             }
             calls.push(Call {
                 entry: launch.entry,
-                grid: (blocks, call_layers),
+                grid,
                 threads: launch.threads,
                 shared_bytes: dispatch.shared_bytes.unwrap_or(0),
                 params,

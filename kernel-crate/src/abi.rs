@@ -33,6 +33,9 @@ pub mod flags {
     pub const SLOTS_I64: u32 = 1 << 3;
     /// This launch reports bad positions and slots (a job split by layers reports once).
     pub const REPORT: u32 = 1 << 4;
+    /// Blocks along x are layers, those along y groups of rows (else the other way round); of
+    /// launches into a pool only.
+    pub const LAYERS_FIRST: u32 = 1 << 5;
 }
 
 /// A divisor in the form of a multiplication, exact for every dividend below 2^31.
@@ -74,7 +77,7 @@ impl FastDivisor {
 
 /// The only argument of every kernel.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Params {
     /// `kv[first token, first layer, 0]`.
     pub kv: u64,
@@ -254,7 +257,7 @@ impl Status {
 }
 
 /// Version of this layout; PTX manifests carry it, and a host refuses PTX of another.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 const _: () = {
     use core::mem::{align_of, offset_of, size_of};

@@ -204,9 +204,9 @@ struct Place<'a> {
     entry: &'a str,
     thread: u32,
     block_threads: u32,
-    block: u32,
-    blocks: u32,
-    layer: u32,
+    /// Along x and y.
+    block: (u32, u32),
+    blocks_x: u32,
 }
 
 impl Place<'_> {
@@ -215,12 +215,9 @@ impl Place<'_> {
             entry,
             thread,
             block,
-            layer,
             ..
         } = self;
-        Fault(format!(
-            "{entry}, layer {layer}, block {block}, thread {thread}: {what}"
-        ))
+        Fault(format!("{entry}, block {block:?}, thread {thread}: {what}"))
     }
 }
 
@@ -359,14 +356,14 @@ impl Device for Lane<'_> {
     fn block_threads(self) -> u32 {
         self.place.block_threads
     }
-    fn block(self) -> u32 {
-        self.place.block
+    fn block_x(self) -> u32 {
+        self.place.block.0
     }
-    fn blocks(self) -> u32 {
-        self.place.blocks
+    fn block_y(self) -> u32 {
+        self.place.block.1
     }
-    fn layer(self) -> u32 {
-        self.place.layer
+    fn blocks_x(self) -> u32 {
+        self.place.blocks_x
     }
     fn begin(self) {
         self.warp.borrow_mut().begun = true;
@@ -473,7 +470,7 @@ impl Emulator {
     /// # Safety
     ///
     /// `params` describes live host memory as the kernel's contract demands (what the permissions
-    /// forbid is not touched), `grid` (blocks along x, layers) and `threads` are those of
+    /// forbid is not touched), `grid` (blocks along x and y) and `threads` are those of
     /// [`crate::launch`].
     pub unsafe fn launch(
         &mut self,
@@ -512,16 +509,15 @@ impl Emulator {
         kernel: impl Fn(Lane<'_>),
     ) -> Result<(), Fault> {
         let warp = RefCell::new(Warp::default());
-        for layer in 0..grid.1 {
-            for block in 0..grid.0 {
+        for block_y in 0..grid.1 {
+            for block_x in 0..grid.0 {
                 for first in (0..threads).step_by(32) {
                     let place = Place {
                         entry,
                         thread: first,
                         block_threads: threads,
-                        block,
-                        blocks: grid.0,
-                        layer,
+                        block: (block_x, block_y),
+                        blocks_x: grid.0,
                     };
                     self.settle(&warp, place, &kernel)?;
                     // SAFETY: the caller's promise.

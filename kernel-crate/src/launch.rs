@@ -1,6 +1,6 @@
 //! Which kernel serves a job, and with which grid.
 
-use crate::abi::{Code, FastDivisor, Params};
+use crate::abi::{Code, FastDivisor, Params, flags};
 
 /// A dispatch path. All of them give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -42,8 +42,6 @@ const SMALL: u64 = 64 * 1024;
 
 /// Up to this many bytes of `kv` a launch starts to read before the kernel in front of it ends.
 const EARLY: u64 = 32 << 20;
-/// The same where the outputs are a pool, whose scattered rows fill the cache sooner.
-const EARLY_POOL: u64 = 8 << 20;
 /// Threads that do so: about three quarters of what a large device holds at a time. More only repeat
 /// what their own loads do.
 const EARLY_THREADS: u32 = 96 * 1024;
@@ -172,7 +170,7 @@ impl Facts {
         let row_threads = if path == Path::Vector { lanes } else { 32 };
         let row_bytes = u64::from(self.head_dim) * size(self.kv);
         let bytes = pairs.saturating_mul(2 * u64::from(self.heads) * row_bytes);
-        let early = bytes <= if self.pool { EARLY_POOL } else { EARLY };
+        let early = bytes <= EARLY;
         let threads = threads.unwrap_or_else(|| {
             let wanted = pairs.saturating_mul(u64::from(per_token * row_threads));
             match path {
@@ -182,6 +180,8 @@ impl Facts {
                 Path::Vector if self.is_common() && size(self.out) > 1 => {
                     if early {
                         512
+                    } else if self.pool {
+                        128
                     } else {
                         256
                     }
@@ -192,6 +192,7 @@ impl Facts {
         Launch {
             entry: self.entry(path),
             early_blocks: if early { EARLY_THREADS / threads } else { 0 },
+            layers_first: self.pool && size(self.out) > 1,
             // Rows have at most 1024 elements.
             row_lines: row_bytes.div_ceil(128) as u32,
             threads,
@@ -269,6 +270,9 @@ pub struct Launch {
     pub lane_shift: u32,
     /// See [`Params::early_blocks`].
     pub early_blocks: u32,
+    /// Whether the grid goes through the layers of a group of rows first ([`Launch::grid`]), so that
+    /// `kv` is read in the order it lies in. Worth it where the writes are scattered anyway.
+    pub layers_first: bool,
     /// See [`Params::row_lines`].
     pub row_lines: u32,
     /// See [`Params::rotated`].
@@ -277,8 +281,10 @@ pub struct Launch {
     pub rest: u32,
 }
 
-/// The most layers that one launch can index: the limit of a grid along y.
-pub const MAX_LAYERS: u32 = 65_535;
+/// The most blocks of a grid along y.
+const MAX_Y: u32 = 65_535;
+/// The most layers that one launch can index.
+pub const MAX_LAYERS: u32 = MAX_Y;
 
 impl Launch {
     /// Writes what this launch decides into `params`.
@@ -291,10 +297,19 @@ impl Launch {
         params.row_divisor = FastDivisor::new(self.per_token);
     }
 
-    /// Rows of `tokens` tokens, and blocks along x that take them.
-    pub fn rows(&self, tokens: u32) -> (u32, u32) {
-        let rows = tokens * self.per_token;
-        (rows, rows.div_ceil(self.rows_per_block))
+    /// Writes into `params` how many rows `tokens` tokens have and how the blocks count them; gives
+    /// the grid, along x and y, for `layers` layers.
+    pub fn grid(&self, params: &mut Params, tokens: u32, layers: u32) -> (u32, u32) {
+        params.rows = tokens * self.per_token;
+        let groups = params.rows.div_ceil(self.rows_per_block);
+        // A grid is long along x only.
+        if self.layers_first && groups <= MAX_Y {
+            params.flags |= flags::LAYERS_FIRST;
+            (layers, groups)
+        } else {
+            params.flags &= !flags::LAYERS_FIRST;
+            (groups, layers)
+        }
     }
 }
 
@@ -336,8 +351,48 @@ mod tests {
         assert_eq!(launch(&bf16, 8192).threads, 256);
         assert_eq!(launch(&bf16, 512).early_blocks, EARLY_THREADS / 512);
         assert_eq!(launch(&bf16, 8192).early_blocks, 0);
-        assert_ne!(launch(&pool, 128).early_blocks, 0);
-        assert_eq!(launch(&pool, 512).early_blocks, 0);
+        assert_eq!(
+            launch(&pool, 512),
+            Launch {
+                entry: "fused_kv_pool_bf16_d128",
+                layers_first: true,
+                ..launch(&bf16, 512)
+            }
+        );
+        assert_eq!(launch(&pool, 8192).threads, 128);
+        assert_eq!(launch(&pool, 8192).early_blocks, 0);
+    }
+
+    /// Into a pool one token after another with all its layers, while the groups of rows fit along
+    /// y; 8-bit pools and workspaces one layer after another.
+    #[test]
+    fn the_order_of_the_grid() {
+        let workspace = facts(Code::Bf16);
+        let pool = Facts {
+            pool: true,
+            ..workspace
+        };
+        let fp8 = Facts {
+            out: Code::E4M3,
+            ..pool
+        };
+        let grid = |facts: &Facts, tokens: u32| {
+            let mut params = Params {
+                flags: flags::REPORT | flags::LAYERS_FIRST,
+                ..Params::default()
+            };
+            let grid = facts
+                .launch(Path::Vector, 3 * u64::from(tokens), Some(64))
+                .grid(&mut params, tokens, 3);
+            assert_eq!(params.rows, tokens * 8);
+            assert_ne!(params.flags & flags::REPORT, 0);
+            (grid, params.flags & flags::LAYERS_FIRST != 0)
+        };
+        assert_eq!(grid(&pool, 10), ((3, 10), true));
+        assert_eq!(grid(&pool, 65_535), ((3, 65_535), true));
+        assert_eq!(grid(&pool, 65_536), ((65_536, 3), false));
+        assert_eq!(grid(&fp8, 10), ((10, 3), false));
+        assert_eq!(grid(&workspace, 10), ((10, 3), false));
     }
 
     /// Other kernels need more registers than large blocks have.

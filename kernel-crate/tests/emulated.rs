@@ -83,7 +83,6 @@ fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
         let v_out = Memory::new(case.kv, l * t * h * d, case.shift * size(case.kv));
         let mut status = Status::CLEAR;
         let launch = facts.launch(path, t as u64, threads);
-        let (rows, blocks) = launch.rows(t as u32);
         let bytes = |elements: usize, code: Code| (elements * size(code)) as i64;
         let flag = |on: bool, flag: u32| if on { flag } else { 0 };
         let mut params = Params {
@@ -119,7 +118,7 @@ fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
             v_head: bytes(d, case.kv),
             num_slots: 0,
             reserved_slot: -1,
-            rows,
+            rows: 0,
             first_token: 0,
             heads: h as u32,
             head_dim: d as u32,
@@ -142,6 +141,7 @@ fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
             page_divisor: Default::default(),
         };
         launch.apply(&mut params);
+        let grid = launch.grid(&mut params, t as u32, l as u32);
         let reads = [
             kv.range(),
             weight.range(),
@@ -152,7 +152,7 @@ fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
         ];
         let writes = [k_out.range(), v_out.range()];
         // SAFETY: the parameters describe the memory above.
-        unsafe { common::run(&launch, (blocks, l as u32), &params, &reads, &writes) };
+        unsafe { common::run(&launch, grid, &params, &reads, &writes) };
 
         let bad = if t > 2 { Some((1, 2, p as i64)) } else { None };
         let found = status

@@ -134,10 +134,8 @@ fn check(case: &Case) -> Vec<Path> {
     };
     let run = |facts: &Facts, path: Path, mut params: Params, outputs: &[Memory]| {
         let launch = facts.launch(path, (TOKENS * LAYERS) as u64, Some(64));
-        let (rows, blocks) = launch.rows(TOKENS as u32);
-        params.rows = rows;
         launch.apply(&mut params);
-        let grid = (blocks, LAYERS as u32);
+        let grid = launch.grid(&mut params, TOKENS as u32, LAYERS as u32);
         let mut reads = vec![
             kv.range(),
             weight.range(),

@@ -98,8 +98,8 @@ pub const ALIGNED: [Path; 3] = [Path::Vector, Path::Pairs, Path::Elements];
 /// Numbers of blocks that start early: none, some, all.
 pub const EARLY: [u32; 3] = [0, 2, u32::MAX];
 
-/// What [`check_dispatches`] tries on a GPU: every path with several block sizes and numbers of
-/// early blocks, and the library's own choice, whole and cut into many launches.
+/// What [`check_dispatches`] tries on a GPU: every path with several block sizes, numbers of early
+/// blocks and orders, and the library's own choice, whole and cut into many launches.
 pub fn all_dispatches() -> Vec<Dispatch> {
     let mut all = vec![
         Dispatch::default(),
@@ -117,15 +117,17 @@ pub fn all_dispatches() -> Vec<Dispatch> {
     for path in Path::ALL {
         all.extend(
             [
-                (None, None),
-                (Some(64), some),
-                (Some(192), none),
-                (Some(512), every),
+                (None, None, None),
+                (Some(64), some, Some(true)),
+                (Some(192), none, Some(false)),
+                (Some(512), every, Some(true)),
+                (Some(64), every, Some(false)),
             ]
-            .map(|(threads, early_blocks)| Dispatch {
+            .map(|(threads, early_blocks, layers_first)| Dispatch {
                 path: Some(path),
                 threads,
                 early_blocks,
+                layers_first,
                 ..Dispatch::default()
             }),
         );
@@ -140,6 +142,7 @@ pub fn few_dispatches() -> Vec<Dispatch> {
             path: Some(path),
             threads: Some(64),
             early_blocks: Some(early),
+            layers_first: Some(early != EARLY[1]),
             ..Dispatch::default()
         })
     };
@@ -162,6 +165,7 @@ pub fn random_dispatches(seed: u64) -> Vec<Dispatch> {
                 1 => Some(rng.u32(..9)),
                 _ => Some(u32::MAX),
             },
+            layers_first: [None, Some(false), Some(true)][rng.usize(..3)],
             ..Dispatch::default()
         })
         .collect()

@@ -29,12 +29,12 @@ pub trait Device: Copy {
     fn thread(self) -> u32;
     /// Threads of a block.
     fn block_threads(self) -> u32;
-    /// Index of the block along x: a group of rows of one layer.
-    fn block(self) -> u32;
+    /// Index of the block along x, the axis that the device steps along first.
+    fn block_x(self) -> u32;
+    /// Index of the block along y.
+    fn block_y(self) -> u32;
     /// Blocks along x.
-    fn blocks(self) -> u32;
-    /// Index of the block along y: the layer.
-    fn layer(self) -> u32;
+    fn blocks_x(self) -> u32;
 
     /// Whether [`Device::begin`] may have to wait.
     const OVERLAPS: bool = false;

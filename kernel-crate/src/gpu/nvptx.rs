@@ -65,19 +65,19 @@ impl Device for Gpu {
     }
 
     #[inline(always)]
-    fn block(self) -> u32 {
+    fn block_x(self) -> u32 {
         // SAFETY: reads a special register.
         unsafe { nvptx::_block_idx_x() as u32 }
     }
 
     #[inline(always)]
-    fn blocks(self) -> u32 {
+    fn blocks_x(self) -> u32 {
         // SAFETY: reads a special register.
         unsafe { nvptx::_grid_dim_x() as u32 }
     }
 
     #[inline(always)]
-    fn layer(self) -> u32 {
+    fn block_y(self) -> u32 {
         // SAFETY: reads a special register.
         unsafe { nvptx::_block_idx_y() as u32 }
     }

@@ -12,8 +12,8 @@
 
 use super::vector::ANY;
 use super::{
-    F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8, report_skipped, size,
-    widen,
+    F32, Place, at, is_early, layer_and_group, load_f32, load_reciprocal, narrow, narrow_8,
+    report_skipped, size, widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
@@ -731,10 +731,10 @@ pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, cons
 ) {
     let thread = d.thread();
     let warp_lane = thread & 31;
-    let layer = d.layer();
+    let (layer, group) = layer_and_group(d, p, POOL);
     let lanes = 1u32 << p.lane_shift;
     let per_batch = 32 >> p.lane_shift;
-    let row = d.block() * (d.block_threads() >> 5) + (thread >> 5);
+    let row = group * (d.block_threads() >> 5) + (thread >> 5);
     let active = row < p.rows;
     // Warps past the end look at the last row, without storing anything.
     let row = if active { row } else { p.rows - 1 };
@@ -765,7 +765,7 @@ pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, cons
         }
     }
     // A small job leaves its lines in the cache.
-    let policy = d.policy(p.early_blocks > 0);
+    let policy = d.policy(POOL || p.early_blocks > 0);
 
     d.begin();
 

@@ -160,12 +160,26 @@ fn pool_f32(value: f32) -> f32 {
     f32::from_bits(convert::f32_from_f32(value))
 }
 
+/// Layer of this block, and which of the groups of rows of that layer it takes.
+#[inline(always)]
+fn layer_and_group(d: impl Device, p: &Params, pool: bool) -> (u32, u32) {
+    // Only launches into a pool have a choice.
+    if pool && p.flags & flags::LAYERS_FIRST != 0 {
+        (d.block_x(), d.block_y())
+    } else {
+        (d.block_y(), d.block_x())
+    }
+}
+
 /// Whether this block is to bring what it reads into the second-level cache before it waits for the
 /// kernel in front of it.
 #[inline(always)]
 fn is_early<D: Device>(d: D, p: &Params) -> bool {
     // Only small jobs have early blocks; with others the number may wrap.
-    let block = d.layer().wrapping_mul(d.blocks()).wrapping_add(d.block());
+    let block = d
+        .block_y()
+        .wrapping_mul(d.blocks_x())
+        .wrapping_add(d.block_x());
     D::OVERLAPS && block < p.early_blocks
 }
 

@@ -6,8 +6,8 @@
 //! units of 16 bytes, lane after lane.
 
 use super::{
-    BF16, E4M3, E5M2, F16, F32, Place, at, is_early, load_f32, load_reciprocal, narrow, narrow_8,
-    pool_f32, report_skipped, size, widen,
+    BF16, E4M3, E5M2, F16, F32, Place, at, is_early, layer_and_group, load_f32, load_reciprocal,
+    narrow, narrow_8, pool_f32, report_skipped, size, widen,
 };
 use crate::abi::{Params, flags};
 use crate::arith;
@@ -192,8 +192,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
     let lanes = 1u32 << lane_shift;
     let thread = d.thread();
     let lane = thread & (lanes - 1);
-    let layer = d.layer();
-    let wanted = d.block() * (d.block_threads() >> lane_shift) + (thread >> lane_shift);
+    let (layer, group) = layer_and_group(d, p, S::POOL);
+    let wanted = group * (d.block_threads() >> lane_shift) + (thread >> lane_shift);
     let active = wanted < p.rows;
     // Threads past the end do the last row again, without storing it.
     let row = if active { wanted } else { p.rows - 1 };
@@ -232,8 +232,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         // SAFETY: lines of a row (this function's contract).
         unsafe { d.prefetch(base.wrapping_add((line * 128) as u64)) };
     }
-    // A small job leaves its lines in the cache.
-    let policy = d.policy(p.early_blocks > 0);
+    // A small job leaves its lines in the cache; scattered rows are slower with marks on them.
+    let policy = d.policy(S::POOL || p.early_blocks > 0);
     let load_unit = |step: u32| {
         let address = value.wrapping_add((unit(step) * 16) as u64);
         // SAFETY: units below D * size / 16 of a row exist (this function's contract).
@@ -246,7 +246,12 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
     unsafe {
         let raw_a = Words::load_once(d, chunk(source, a, S::KV), S::KV, policy);
         let raw_b = Words::load_once(d, chunk(source, b, S::KV), S::KV, policy);
-        let v = [load_unit(0), load_unit(1)];
+        // V is asked for last on its way into a pool, unless that has a type of 8 bits: measured.
+        let v_first = !S::POOL || S::OUT == FP8;
+        let mut v = [[0; 4]; 2];
+        if v_first {
+            v = [load_unit(0), load_unit(1)];
+        }
         let v_more = if S::KV == F32 {
             [load_unit(2), load_unit(3)]
         } else {
@@ -263,6 +268,9 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         let v_descale = load_reciprocal(d, narrow, p.v_descale, layer);
 
         d.keep_order();
+        if !v_first {
+            v = [load_unit(0), load_unit(1)];
+        }
         let token = place.resolve(p, S::POOL, token_index);
 
         // Angles: rotated neox lanes have eight for their pair of chunks, interleaved ones four

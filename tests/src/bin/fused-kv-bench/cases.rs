@@ -43,6 +43,8 @@ pub struct Case {
     pub shared_bytes: Option<u32>,
     /// Kernels may start early.
     pub overlap: Option<bool>,
+    /// Forced order of the blocks of a launch into a pool.
+    pub layers_first: Option<bool>,
 }
 
 /// A KV pool; tokens go to random slots, each to one of its own.
@@ -87,6 +89,7 @@ impl Default for Case {
             threads: None,
             shared_bytes: None,
             overlap: None,
+            layers_first: None,
         }
     }
 }
@@ -273,12 +276,14 @@ impl Memory {
             || case.threads.is_some()
             || case.overlap.is_some()
             || case.shared_bytes.is_some()
+            || case.layers_first.is_some()
         {
             plan.dispatch(Dispatch {
                 path: case.path,
                 threads: case.threads,
                 overlap: case.overlap,
                 shared_bytes: case.shared_bytes,
+                layers_first: case.layers_first,
                 ..Dispatch::default()
             })?;
         }

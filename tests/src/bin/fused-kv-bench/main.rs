@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use cases::{Case, Memory, Pool};
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 use fused_kv::{DType, Path};
 use gpu::{CopyKernel, Gpu, Result};
 use serde::Serialize;
@@ -34,18 +34,8 @@ enum Command {
         /// Only these token counts.
         #[arg(long, value_delimiter = ',')]
         tokens: Vec<usize>,
-        /// Forces a path.
-        #[arg(long)]
-        path: Option<String>,
-        /// Forces block sizes, one row each.
-        #[arg(long, value_delimiter = ',')]
-        threads: Vec<u32>,
-        /// Reserves this much shared memory a block, in KiB.
-        #[arg(long)]
-        shared: Option<u32>,
-        /// Forbids kernels to start before the one in front of them has ended.
-        #[arg(long)]
-        no_overlap: bool,
+        #[command(flatten)]
+        forced: Forced,
     },
     /// Time until the first plan exists, and the second. Run it in a fresh process, with the
     /// driver's cache where it is wanted (CUDA_CACHE_PATH, CUDA_CACHE_DISABLE).
@@ -57,6 +47,26 @@ enum Command {
         #[arg(long)]
         append: Option<PathBuf>,
     },
+}
+
+/// What is forced, in place of the library's choice.
+#[derive(Args)]
+struct Forced {
+    /// Forces a path.
+    #[arg(long)]
+    path: Option<String>,
+    /// Forces block sizes, one row each.
+    #[arg(long, value_delimiter = ',')]
+    threads: Vec<u32>,
+    /// Reserves this much shared memory a block, in KiB.
+    #[arg(long)]
+    shared: Option<u32>,
+    /// Forbids kernels to start before the one in front of them has ended.
+    #[arg(long)]
+    no_overlap: bool,
+    /// Forces the order of the blocks of launches into a pool.
+    #[arg(long)]
+    layers_first: Option<bool>,
 }
 
 #[derive(Serialize)]
@@ -330,18 +340,15 @@ fn dense(
     out: Option<PathBuf>,
     group: Option<String>,
     tokens: &[usize],
-    path: Option<String>,
-    threads: &[u32],
-    shared: Option<u32>,
-    overlap: Option<bool>,
+    forced: &Forced,
 ) -> Result<()> {
     let gpu = Gpu::new()?;
     let copy_kernel = CopyKernel::new(&gpu)?;
-    let path = match path {
+    let path = match &forced.path {
         Some(name) => Some(
             Path::ALL
                 .into_iter()
-                .find(|path| path.name() == name)
+                .find(|path| path.name() == *name)
                 .ok_or_else(|| format!("no path {name}"))?,
         ),
         None => None,
@@ -357,18 +364,18 @@ fn dense(
         {
             continue;
         }
-        let variants: Vec<Option<u32>> = if threads.is_empty() {
+        let variants: Vec<Option<u32>> = if forced.threads.is_empty() {
             vec![None]
         } else {
-            threads.iter().copied().map(Some).collect()
+            forced.threads.iter().copied().map(Some).collect()
         };
         for threads in variants {
-            let shared_bytes = shared.map(|kib| kib * 1024);
             let case = Case {
                 threads,
                 path,
-                overlap,
-                shared_bytes,
+                overlap: forced.no_overlap.then_some(false),
+                shared_bytes: forced.shared.map(|kib| kib * 1024),
+                layers_first: forced.layers_first,
                 ..case.clone()
             };
             let figure = measure(&gpu, &copy_kernel, &case)?;
@@ -451,19 +458,8 @@ fn main() -> Result<()> {
             out,
             group,
             tokens,
-            path,
-            threads,
-            shared,
-            no_overlap,
-        } => dense(
-            out,
-            group,
-            &tokens,
-            path,
-            &threads,
-            shared,
-            no_overlap.then_some(false),
-        ),
+            forced,
+        } => dense(out, group, &tokens, &forced),
         Command::Load { label, append } => load(label, append),
     }
 }
