@@ -99,13 +99,15 @@ pub const ALIGNED: [Path; 3] = [Path::Vector, Path::Pairs, Path::Elements];
 pub const EARLY: [u32; 3] = [0, 2, u32::MAX];
 
 /// What [`check_dispatches`] tries on a GPU: every path with several block sizes, numbers of early
-/// blocks and orders, and the library's own choice, whole and cut into many launches.
-pub fn all_dispatches() -> Vec<Dispatch> {
+/// blocks and orders, and the library's own choice, whole and cut into many launches (a few hundred at
+/// most, however large the job).
+pub fn all_dispatches(case: &Case) -> Vec<Dispatch> {
+    let step = |extent: usize, least: u32| Some(least.max(extent.div_ceil(16) as u32));
     let mut all = vec![
         Dispatch::default(),
         Dispatch {
-            tokens_per_launch: Some(3),
-            layers_per_launch: Some(1),
+            tokens_per_launch: step(case.tokens(), 3),
+            layers_per_launch: step(case.layers(), 1),
             ..Dispatch::default()
         },
         Dispatch {

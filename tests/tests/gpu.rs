@@ -40,7 +40,7 @@ mod gpu {
 
     /// Every dispatch, on the device.
     fn check(gpu: &Gpu, case: &Case) -> Vec<Path> {
-        check_dispatches(case, &all_dispatches(), |dispatch| {
+        check_dispatches(case, &all_dispatches(case), |dispatch| {
             Runner::Cuda(gpu.context.clone(), dispatch)
         })
     }

@@ -21,7 +21,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
 fn check(gpu: &Gpu, case: &PoolCase) -> Vec<Path> {
-    check_dispatches(case, &all_dispatches(), |dispatch| {
+    check_dispatches(case, &all_dispatches(&case.case), |dispatch| {
         Runner::Cuda(gpu.context.clone(), dispatch)
     })
 }
