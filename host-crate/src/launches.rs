@@ -25,13 +25,13 @@ pub struct Dispatch {
     /// Whether kernels may start before the one in front of them in the stream has ended (they
     /// wait for its end before they load or store anything); `None` for wherever the device can.
     pub overlap: Option<bool>,
-    /// How many blocks of a launch, counted in the order of the grid, start to bring what they read into the
-    /// second-level cache before they wait for the kernel in front of them; `None` for the library's
-    /// choice.
+    /// How many blocks of a launch, counted in the order of the grid, start to bring what they read
+    /// into the second-level cache before they wait for the kernel in front of them; `None` for the
+    /// library's choice.
     pub early_blocks: Option<u32>,
-    /// Whether the blocks of a launch into a pool go through the layers of a few tokens before they
-    /// come to the next tokens, as far as a grid can; `None` for the library's choice. Launches into
-    /// workspaces always take one layer after another.
+    /// The order of the blocks of a launch into a pool. `Some(true)`: all layers of a few tokens, then
+    /// the next tokens (a launch with more than 65,535 groups of rows ignores it). `Some(false)`: one
+    /// layer after another. `None` for the library's choice. Ignored for workspaces.
     pub layers_first: Option<bool>,
 }
 

@@ -166,9 +166,9 @@ pub struct Params {
     pub rotated: u32,
     /// Vector kernels: the same distance for the other lanes.
     pub rest: u32,
-    /// So many blocks, counted layer by layer, start to bring their rows into the second-level
-    /// cache before they wait for the kernel in front of them. 0 but for small jobs, all of whose
-    /// blocks leave their lines in that cache.
+    /// So many blocks, counted in the order of the grid (x first), start to bring their rows into the
+    /// second-level cache before they wait for the kernel in front of them. 0 but for small jobs.
+    /// Where it is not 0, and in every launch into a pool, blocks leave their lines in that cache.
     pub early_blocks: u32,
     /// Vector kernels: prefetches for a row of K, as for one of V: its bytes over the 128 of a line,
     /// rounded up. (The last line of a row that is not aligned to lines is left to its load.)

@@ -271,7 +271,8 @@ pub struct Launch {
     /// See [`Params::early_blocks`].
     pub early_blocks: u32,
     /// Whether the grid goes through the layers of a group of rows first ([`Launch::grid`]), so that
-    /// `kv` is read in the order it lies in. Worth it where the writes are scattered anyway.
+    /// `kv` is read in the order it lies in, where the groups fit along y. Worth it where the writes are
+    /// scattered anyway.
     pub layers_first: bool,
     /// See [`Params::row_lines`].
     pub row_lines: u32,
@@ -297,8 +298,9 @@ impl Launch {
         params.row_divisor = FastDivisor::new(self.per_token);
     }
 
-    /// Writes into `params` how many rows `tokens` tokens have and how the blocks count them; gives
-    /// the grid, along x and y, for `layers` layers.
+    /// Sets `params.rows` and [`flags::LAYERS_FIRST`], and gives the blocks along x and y, for a
+    /// launch of `tokens` tokens (at most [`Launch::max_tokens`]) and `layers` layers (at most
+    /// [`MAX_LAYERS`]). Goes layer after layer where the groups of rows do not fit along y.
     pub fn grid(&self, params: &mut Params, tokens: u32, layers: u32) -> (u32, u32) {
         params.rows = tokens * self.per_token;
         let groups = params.rows.div_ceil(self.rows_per_block);

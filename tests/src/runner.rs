@@ -111,6 +111,12 @@ pub fn all_dispatches(case: &Case) -> Vec<Dispatch> {
             ..Dispatch::default()
         },
         Dispatch {
+            tokens_per_launch: step(case.tokens(), 3),
+            layers_per_launch: step(case.layers(), 2),
+            layers_first: Some(true),
+            ..Dispatch::default()
+        },
+        Dispatch {
             overlap: Some(false),
             ..Dispatch::default()
         },

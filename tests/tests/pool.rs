@@ -4,8 +4,9 @@
 //! `CASES.md`.
 
 use fused_kv::{
-    Argument, Config, DType, Device, Error, F8E4M3Fn, F8E5M2, Inputs, NormWeight, Path, Plan,
-    PoolLayout, PoolTarget, PoolTensors, RopeStyle, TensorView, TensorViewMut, dequantize,
+    Argument, Config, DType, Device, Error, F8E4M3Fn, F8E5M2, Inputs, NormWeight, Path,
+    Permissions, Plan, PoolLayout, PoolTarget, PoolTensors, RopeStyle, TensorView, TensorViewMut,
+    dequantize,
 };
 use fused_kv_tests::element::{decode, encode, encode_all};
 use fused_kv_tests::pool::{
@@ -323,15 +324,22 @@ fn slots_past_the_end() {
 /// `[pages, H, 16, 2*D]` allocation; K and V with different strides.
 #[test]
 fn foreign_strides() {
+    // Two groups of rows: a grid whose axes are exchanged does not go unseen.
+    let job = Spec {
+        layers: 3,
+        ..Spec::default()
+    };
     for dtype in [DType::Bf16, DType::F8E4M3Fn] {
         let side_by_side = PoolSpec {
             form: Form::SideBySide,
             page_size: 16,
             pages: 2,
             dtype,
+            job: job.clone(),
             ..PoolSpec::default()
         };
         let apart = PoolSpec {
+            job: job.clone(),
             page_size: 16,
             pages: 2,
             dtype,
@@ -350,6 +358,71 @@ fn foreign_strides() {
             cpu(&case);
             check_dispatches(&case, &few_dispatches(), Runner::Emulated);
         }
+    }
+}
+
+/// Which block of a grid is the first to write a second layer, which it has no permission for.
+#[test]
+fn the_order_of_blocks() {
+    let case = Spec {
+        tokens: 2,
+        layers: 2,
+        heads: 8,
+        ..Spec::default()
+    }
+    .build();
+    let slots = [1i64, 0];
+    let fault = |dtype: DType, layers_first: Option<bool>| {
+        let row = 8 * case.config.head_dim * dtype.size();
+        let mut pools = [(); 4].map(|()| vec![0u8; 2 * row]);
+        let mut permissions = Permissions::default();
+        for tensor in [
+            &case.kv,
+            &case.k_norm_weight,
+            &case.eps,
+            &case.cos_sin_cache,
+            &case.positions,
+        ] {
+            permissions.allow_reads(tensor.memory.as_ptr() as u64, tensor.memory.len());
+        }
+        permissions.allow_reads(slots.as_ptr() as u64, 16);
+        for pool in &pools[..2] {
+            permissions.allow_writes(pool.as_ptr() as u64, pool.len());
+        }
+        let [k0, v0, k1, v1] = pools.each_mut().map(|pool| {
+            let shape = [2, 8, case.config.head_dim];
+            TensorViewMut::from_bytes(pool, dtype, &shape).expect("a view")
+        });
+        let list = TensorView::from_slice(&slots, &[2]).expect("slots");
+        let mut pool = PoolTarget::nhd(vec![k0, k1], vec![v0, v1], list);
+        if dtype.size() == 1 {
+            pool = pool.with_descales(&[1.0; 2], &[1.0; 2]);
+        }
+        let dispatch = fused_kv::Dispatch {
+            threads: Some(64),
+            layers_first,
+            ..fused_kv::Dispatch::default()
+        };
+        Plan::paged(case.config, inputs(&case), pool)
+            .expect("a valid job")
+            .run_emulated_within(dispatch, permissions)
+            .expect_err("no permission for layer 1")
+            .to_string()
+    };
+    let (layers, groups) = ("block (1, 0)", "block (0, 1)");
+    for (dtype, layers_first, block) in [
+        (DType::Bf16, None, layers),
+        (DType::Bf16, Some(true), layers),
+        (DType::Bf16, Some(false), groups),
+        (DType::F8E4M3Fn, None, groups),
+        (DType::F8E4M3Fn, Some(true), layers),
+        (DType::F8E4M3Fn, Some(false), groups),
+    ] {
+        let error = fault(dtype, layers_first);
+        assert!(
+            error.contains(block),
+            "{dtype:?}, {layers_first:?}: {error}"
+        );
     }
 }
 

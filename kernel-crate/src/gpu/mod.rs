@@ -29,7 +29,7 @@ pub trait Device: Copy {
     fn thread(self) -> u32;
     /// Threads of a block.
     fn block_threads(self) -> u32;
-    /// Index of the block along x, the axis that the device steps along first.
+    /// Index of the block along x, along which blocks start first (observed, not promised).
     fn block_x(self) -> u32;
     /// Index of the block along y.
     fn block_y(self) -> u32;

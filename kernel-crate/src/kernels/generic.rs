@@ -764,7 +764,7 @@ pub unsafe fn run<D: Device, const E: u32, const SHIFT: u32, const KV: u32, cons
             d.prefetch(v_from.wrapping_add(line));
         }
     }
-    // A small job leaves its lines in the cache.
+    // A small job leaves its lines in the cache; so does one into a pool.
     let policy = d.policy(POOL || p.early_blocks > 0);
 
     d.begin();

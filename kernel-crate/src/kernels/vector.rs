@@ -160,8 +160,9 @@ unsafe fn store(d: impl Device, when: bool, address: u64, y: [f32; 8], dtype: u3
 
 /// One thread of the kernel.
 ///
-/// Loads stand together at the top and are unconditional wherever some valid address can stand in
-/// for one that does not exist: a predicate would cost registers to be cleared.
+/// Loads stand together at the top, but for those that wait for the position and most of those of V
+/// on its way into a pool. They are unconditional wherever some valid address can stand in for one
+/// that does not exist: a predicate would cost registers to be cleared.
 ///
 /// # Safety
 ///
@@ -232,7 +233,7 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         // SAFETY: lines of a row (this function's contract).
         unsafe { d.prefetch(base.wrapping_add((line * 128) as u64)) };
     }
-    // A small job leaves its lines in the cache; scattered rows are slower with marks on them.
+    // A small job leaves its lines in the cache; so does one into a pool (measured).
     let policy = d.policy(S::POOL || p.early_blocks > 0);
     let load_unit = |step: u32| {
         let address = value.wrapping_add((unit(step) * 16) as u64);
@@ -246,7 +247,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
     unsafe {
         let raw_a = Words::load_once(d, chunk(source, a, S::KV), S::KV, policy);
         let raw_b = Words::load_once(d, chunk(source, b, S::KV), S::KV, policy);
-        // V is asked for last on its way into a pool, unless that has a type of 8 bits: measured.
+        // Into a pool V (of f32, its first half) is asked for behind the other loads, but in the
+        // kernel for 8-bit pools at D = R = 128: measured for bf16.
         let v_first = !S::POOL || S::OUT == FP8;
         let mut v = [[0; 4]; 2];
         if v_first {

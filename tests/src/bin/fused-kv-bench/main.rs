@@ -64,7 +64,8 @@ struct Forced {
     /// Forbids kernels to start before the one in front of them has ended.
     #[arg(long)]
     no_overlap: bool,
-    /// Forces the order of the blocks of launches into a pool.
+    /// Forces the order of the blocks of launches into a pool: all layers of a few tokens first, or
+    /// one layer after another.
     #[arg(long)]
     layers_first: Option<bool>,
 }
