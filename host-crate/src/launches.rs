@@ -177,16 +177,11 @@ pub(crate) fn launches(
     let flag = |on: bool, flag: u32| if on { flag } else { 0 };
     let mut params = Params {
         kv: problem.kv.address as u64,
-        k_out: 0,
-        v_out: 0,
         k_norm_weight: problem.weight.address as u64,
         eps: problem.eps.address as u64,
         cos_sin_cache: problem.table.address as u64,
         positions: problem.positions.address as u64,
         value_scale: problem.value_scale.map_or(0, |scale| scale.address as u64),
-        slots: 0,
-        k_descale: 0,
-        v_descale: 0,
         status,
         kv_token: problem.kv.strides[0],
         kv_layer: problem.kv.strides[1],
@@ -195,17 +190,7 @@ pub(crate) fn launches(
         table_row: problem.table.strides[0],
         table_rows: problem.table_rows as i64,
         position: problem.positions.strides[0],
-        slot: 0,
-        k_outer: 0,
-        k_token: 0,
-        k_head: 0,
-        v_outer: 0,
-        v_token: 0,
-        v_head: 0,
-        num_slots: 0,
         reserved_slot: -1,
-        rows: 0,
-        first_token: 0,
         heads,
         head_dim: config.head_dim as u32,
         rotary_dim: config.rotary_dim as u32,
@@ -219,14 +204,7 @@ pub(crate) fn launches(
                 flags::OFFSET_WEIGHT,
             )
             | flag(problem.positions.dtype == DType::I64, flags::POSITIONS_I64),
-        lane_shift: 0,
-        rotated: 0,
-        rest: 0,
-        early_blocks: 0,
-        row_lines: 0,
-        page_shift: 0,
-        row_divisor: Default::default(),
-        page_divisor: Default::default(),
+        ..Params::default()
     };
     match target {
         Target::Dense { k, v } => {

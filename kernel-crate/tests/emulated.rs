@@ -98,9 +98,6 @@ fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
             } else {
                 0
             },
-            slots: 0,
-            k_descale: 0,
-            v_descale: 0,
             status: &raw mut status as u64,
             kv_token: bytes(l * 2 * h * d, case.kv),
             kv_layer: bytes(2 * h * d, case.kv),
@@ -109,17 +106,13 @@ fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
             table_row: bytes(r, case.table),
             table_rows: p as i64,
             position: 8,
-            slot: 0,
             k_outer: bytes(t * h * d, case.kv),
             k_token: bytes(h * d, case.kv),
             k_head: bytes(d, case.kv),
             v_outer: bytes(t * h * d, case.kv),
             v_token: bytes(h * d, case.kv),
             v_head: bytes(d, case.kv),
-            num_slots: 0,
             reserved_slot: -1,
-            rows: 0,
-            first_token: 0,
             heads: h as u32,
             head_dim: d as u32,
             rotary_dim: r as u32,
@@ -131,14 +124,7 @@ fn check(case: &Case, threads: Option<u32>) -> Vec<Path> {
                 | flags::REPORT
                 | flag(case.interleaved, flags::INTERLEAVED)
                 | flag(case.offset, flags::OFFSET_WEIGHT),
-            lane_shift: 0,
-            rotated: 0,
-            rest: 0,
-            early_blocks: 0,
-            row_lines: 0,
-            page_shift: 0,
-            row_divisor: Default::default(),
-            page_divisor: Default::default(),
+            ..Params::default()
         };
         launch.apply(&mut params);
         let grid = launch.grid(&mut params, t as u32, l as u32);

@@ -62,16 +62,11 @@ fn check(case: &Case) -> Vec<Path> {
     let mut status = Status::CLEAR;
     let mut params = Params {
         kv: kv.address(),
-        k_out: 0,
-        v_out: 0,
         k_norm_weight: weight.address(),
         eps: eps.as_ptr() as u64,
         cos_sin_cache: table.address(),
         positions: positions.as_ptr() as u64,
         value_scale: scale.as_ptr() as u64,
-        slots: 0,
-        k_descale: 0,
-        v_descale: 0,
         status: &raw mut status as u64,
         kv_token: bytes(LAYERS * 2 * HEADS * d, case.kv),
         kv_layer: bytes(2 * HEADS * d, case.kv),
@@ -80,17 +75,13 @@ fn check(case: &Case) -> Vec<Path> {
         table_row: bytes(r, case.kv),
         table_rows: TABLE_ROWS as i64,
         position: 8,
-        slot: 0,
         k_outer: bytes(TOKENS * HEADS * d, case.kv),
         k_token: bytes(HEADS * d, case.kv),
         k_head: bytes(d, case.kv),
         v_outer: bytes(TOKENS * HEADS * d, case.kv),
         v_token: bytes(HEADS * d, case.kv),
         v_head: bytes(d, case.kv),
-        num_slots: 0,
         reserved_slot: -1,
-        rows: 0,
-        first_token: 0,
         heads: HEADS as u32,
         head_dim: d as u32,
         rotary_dim: r as u32,
@@ -105,14 +96,7 @@ fn check(case: &Case) -> Vec<Path> {
             } else {
                 0
             },
-        lane_shift: 0,
-        rotated: 0,
-        rest: 0,
-        early_blocks: 0,
-        row_lines: 0,
-        page_shift: 0,
-        row_divisor: FastDivisor::default(),
-        page_divisor: FastDivisor::default(),
+        ..Params::default()
     };
     let mut facts = Facts {
         heads: HEADS as u32,
