@@ -272,20 +272,16 @@ impl Memory {
             None => Plan::new(config, inputs, self.workspace(case, set)?)?,
             Some(pool) => Plan::paged(config, inputs, self.pool(case, pool, set)?)?,
         };
-        if case.path.is_some()
-            || case.threads.is_some()
-            || case.overlap.is_some()
-            || case.shared_bytes.is_some()
-            || case.layers_first.is_some()
-        {
-            plan.dispatch(Dispatch {
-                path: case.path,
-                threads: case.threads,
-                overlap: case.overlap,
-                shared_bytes: case.shared_bytes,
-                layers_first: case.layers_first,
-                ..Dispatch::default()
-            })?;
+        let dispatch = Dispatch {
+            path: case.path,
+            threads: case.threads,
+            overlap: case.overlap,
+            shared_bytes: case.shared_bytes,
+            layers_first: case.layers_first,
+            ..Dispatch::default()
+        };
+        if dispatch != Dispatch::default() {
+            plan.dispatch(dispatch)?;
         }
         Ok(plan)
     }
