@@ -188,7 +188,7 @@ memcheck | racecheck | initcheck | synccheck)
         [ -x "$binary" ] || continue
         for name in $("$binary" --list "$@" 2>/dev/null | sed -n 's/: test$//p'); do
             case $name in
-            *every_* | *known_faults | *larger_jobs)
+            every_* | *::every_* | *known_faults | *larger_jobs)
                 for part in $(seq "${PARTS:-8}"); do
                     jobs+=("$binary $name $part/${PARTS:-8}")
                 done
