@@ -31,7 +31,8 @@ pub struct Dispatch {
     pub early_blocks: Option<u32>,
     /// The order of the blocks of a launch into a pool. `Some(true)`: all layers of a few tokens, then
     /// the next tokens (a launch with more than 65,535 groups of rows ignores it). `Some(false)`: one
-    /// layer after another. `None` for the library's choice. Ignored for workspaces.
+    /// layer after another. `None` for the library's choice. Ignored for workspaces, and by the kernel
+    /// for 8-bit pools of D = R = 128 in bf16: they go one layer after another.
     pub layers_first: Option<bool>,
 }
 
@@ -170,8 +171,9 @@ pub(crate) fn launches(
         });
     }
     let mut launch = facts.launch(path, tokens as u64 * layers as u64, threads);
-    if facts.pool {
-        launch.layers_first = dispatch.layers_first.unwrap_or(launch.layers_first);
+    // Where the kernel has a choice.
+    if let (Some(order), Some(forced)) = (&mut launch.layers_first, dispatch.layers_first) {
+        *order = forced;
     }
 
     let flag = |on: bool, flag: u32| if on { flag } else { 0 };

@@ -206,7 +206,7 @@ struct Place<'a> {
     block_threads: u32,
     /// Along x and y.
     block: (u32, u32),
-    blocks_x: u32,
+    grid: (u32, u32),
 }
 
 impl Place<'_> {
@@ -363,7 +363,10 @@ impl Device for Lane<'_> {
         self.place.block.1
     }
     fn blocks_x(self) -> u32 {
-        self.place.blocks_x
+        self.place.grid.0
+    }
+    fn blocks_y(self) -> u32 {
+        self.place.grid.1
     }
     fn begin(self) {
         self.warp.borrow_mut().begun = true;
@@ -393,6 +396,14 @@ impl Device for Lane<'_> {
     unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { self.load(when, address) }
+    }
+    unsafe fn load_64_hinted(self, when: bool, address: u64, _: Policy) -> [u32; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { self.load_64(when, address) }
+    }
+    unsafe fn load_128_hinted(self, when: bool, address: u64, _: Policy) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { self.load_128(when, address) }
     }
     unsafe fn load_128_once(self, address: u64, _: Policy) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -517,7 +528,7 @@ impl Emulator {
                         thread: first,
                         block_threads: threads,
                         block: (block_x, block_y),
-                        blocks_x: grid.0,
+                        grid,
                     };
                     self.settle(&warp, place, &kernel)?;
                     // SAFETY: the caller's promise.

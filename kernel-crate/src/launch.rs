@@ -192,7 +192,7 @@ impl Facts {
         Launch {
             entry: self.entry(path),
             early_blocks: if early { EARLY_THREADS / threads } else { 0 },
-            layers_first: self.pool && size(self.out) > 1,
+            layers_first: self.has_order(path).then_some(size(self.out) > 1),
             // Rows have at most 1024 elements.
             row_lines: row_bytes.div_ceil(128) as u32,
             threads,
@@ -242,6 +242,12 @@ impl Facts {
         }
     }
 
+    /// Whether the kernel can go through its blocks in either order. It costs the one for 8-bit pools
+    /// too much.
+    fn has_order(&self, path: Path) -> bool {
+        self.pool && !(path == Path::Vector && self.is_common() && size(self.out) == 1)
+    }
+
     /// The geometry that has a kernel of its own.
     fn is_common(&self) -> bool {
         self.head_dim == 128
@@ -272,8 +278,8 @@ pub struct Launch {
     pub early_blocks: u32,
     /// Whether the grid goes through the layers of a group of rows first ([`Launch::grid`]), so that
     /// `kv` is read in the order it lies in, where the groups fit along y. Worth it where the writes are
-    /// scattered anyway.
-    pub layers_first: bool,
+    /// scattered anyway. `None` where the kernel has no choice: one layer after another.
+    pub layers_first: Option<bool>,
     /// See [`Params::row_lines`].
     pub row_lines: u32,
     /// See [`Params::rotated`].
@@ -305,7 +311,7 @@ impl Launch {
         params.rows = tokens * self.per_token;
         let groups = params.rows.div_ceil(self.rows_per_block);
         // A grid is long along x only.
-        if self.layers_first && groups <= MAX_Y {
+        if self.layers_first == Some(true) && groups <= MAX_Y {
             params.flags |= flags::LAYERS_FIRST;
             (layers, groups)
         } else {
@@ -357,7 +363,7 @@ mod tests {
             launch(&pool, 512),
             Launch {
                 entry: "fused_kv_pool_bf16_d128",
-                layers_first: true,
+                layers_first: Some(true),
                 ..launch(&bf16, 512)
             }
         );
@@ -394,6 +400,16 @@ mod tests {
         assert_eq!(grid(&pool, 65_535), ((3, 65_535), true));
         assert_eq!(grid(&pool, 65_536), ((65_536, 3), false));
         assert_eq!(grid(&fp8, 10), ((10, 3), false));
+        assert_eq!(
+            fp8.launch(Path::Vector, 30, None).layers_first,
+            None,
+            "no choice"
+        );
+        assert_eq!(
+            fp8.launch(Path::Pairs, 30, None).layers_first,
+            Some(false),
+            "another kernel"
+        );
         assert_eq!(grid(&workspace, 10), ((10, 3), false));
     }
 

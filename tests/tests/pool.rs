@@ -14,7 +14,7 @@ use fused_kv_tests::pool::{
     skipped_and_reported, specs,
 };
 use fused_kv_tests::runner::{ALIGNED, few_dispatches, random_dispatches};
-use fused_kv_tests::{Layout, Runner, Spec, Tensor};
+use fused_kv_tests::{Case, Layout, Runner, Spec, Tensor};
 use half::{bf16, f16};
 
 /// On the CPU, against the reference.
@@ -361,20 +361,25 @@ fn foreign_strides() {
     }
 }
 
-/// Which block of a grid is the first to write a second layer, which it has no permission for.
+/// Which block writes which token of which layer, told by forbidding it to: with all layers of a token
+/// first, layers differ in the order of their tokens.
 #[test]
 fn the_order_of_blocks() {
-    let case = Spec {
-        tokens: 2,
-        layers: 2,
-        heads: 8,
+    const TOKENS: usize = 3;
+    const LAYERS: usize = 9;
+    let slots: Vec<i64> = (0..TOKENS as i64).rev().collect();
+    // One token a block.
+    let spec = |heads, head_dim| Spec {
+        tokens: TOKENS,
+        layers: LAYERS,
+        heads,
+        head_dim,
+        rotary_dim: head_dim,
         ..Spec::default()
-    }
-    .build();
-    let slots = [1i64, 0];
-    let fault = |dtype: DType, layers_first: Option<bool>| {
-        let row = 8 * case.config.head_dim * dtype.size();
-        let mut pools = [(); 4].map(|()| vec![0u8; 2 * row]);
+    };
+    let fault = |case: &Case, dtype: DType, layers_first, layer: usize, token: usize| {
+        let row = case.config.num_kv_heads * case.config.head_dim * dtype.size();
+        let mut pools = [(); 2 * LAYERS].map(|()| vec![0u8; TOKENS * row]);
         let mut permissions = Permissions::default();
         for tensor in [
             &case.kv,
@@ -385,44 +390,62 @@ fn the_order_of_blocks() {
         ] {
             permissions.allow_reads(tensor.memory.as_ptr() as u64, tensor.memory.len());
         }
-        permissions.allow_reads(slots.as_ptr() as u64, 16);
-        for pool in &pools[..2] {
-            permissions.allow_writes(pool.as_ptr() as u64, pool.len());
+        permissions.allow_reads(slots.as_ptr() as u64, 8 * TOKENS);
+        for (index, pool) in pools.iter().enumerate() {
+            for slot in 0..TOKENS {
+                if (index, slot) != (layer, TOKENS - 1 - token) {
+                    permissions.allow_writes(pool.as_ptr() as u64 + (slot * row) as u64, row);
+                }
+            }
         }
-        let [k0, v0, k1, v1] = pools.each_mut().map(|pool| {
-            let shape = [2, 8, case.config.head_dim];
-            TensorViewMut::from_bytes(pool, dtype, &shape).expect("a view")
-        });
-        let list = TensorView::from_slice(&slots, &[2]).expect("slots");
-        let mut pool = PoolTarget::nhd(vec![k0, k1], vec![v0, v1], list);
+        let shape = [TOKENS, case.config.num_kv_heads, case.config.head_dim];
+        let mut views: Vec<_> = pools
+            .iter_mut()
+            .map(|pool| TensorViewMut::from_bytes(pool, dtype, &shape).expect("a view"))
+            .collect();
+        let v = views.split_off(LAYERS);
+        let list = TensorView::from_slice(&slots, &[TOKENS]).expect("slots");
+        let mut pool = PoolTarget::nhd(views, v, list);
         if dtype.size() == 1 {
-            pool = pool.with_descales(&[1.0; 2], &[1.0; 2]);
+            pool = pool.with_descales(&[1.0; LAYERS], &[1.0; LAYERS]);
         }
         let dispatch = fused_kv::Dispatch {
             threads: Some(64),
             layers_first,
             ..fused_kv::Dispatch::default()
         };
-        Plan::paged(case.config, inputs(&case), pool)
+        Plan::paged(case.config, inputs(case), pool)
             .expect("a valid job")
             .run_emulated_within(dispatch, permissions)
-            .expect_err("no permission for layer 1")
+            .expect_err("a row without permission")
             .to_string()
     };
-    let (layers, groups) = ("block (1, 0)", "block (0, 1)");
-    for (dtype, layers_first, block) in [
-        (DType::Bf16, None, layers),
-        (DType::Bf16, Some(true), layers),
-        (DType::Bf16, Some(false), groups),
-        (DType::F8E4M3Fn, None, groups),
-        (DType::F8E4M3Fn, Some(true), layers),
-        (DType::F8E4M3Fn, Some(false), groups),
+    let (common, other) = (spec(8, 128).build(), spec(16, 64).build());
+    for (case, dtype, layers_first, by_layers) in [
+        (&common, DType::Bf16, None, true),
+        (&common, DType::Bf16, Some(true), true),
+        (&common, DType::Bf16, Some(false), false),
+        // Its kernel has one order.
+        (&common, DType::F8E4M3Fn, None, false),
+        (&common, DType::F8E4M3Fn, Some(true), false),
+        (&other, DType::F8E4M3Fn, None, false),
+        (&other, DType::F8E4M3Fn, Some(true), true),
     ] {
-        let error = fault(dtype, layers_first);
-        assert!(
-            error.contains(block),
-            "{dtype:?}, {layers_first:?}: {error}"
-        );
+        for layer in 0..LAYERS {
+            for token in 0..TOKENS {
+                let turned = token ^ (layer % 8);
+                let block = match by_layers {
+                    false => (token, layer),
+                    true if turned < TOKENS => (layer, turned),
+                    true => (layer, token),
+                };
+                let error = fault(case, dtype, layers_first, layer, token);
+                assert!(
+                    error.contains(&format!("block {block:?}")),
+                    "{dtype:?}, {layers_first:?}, layer {layer}, token {token}: {error}"
+                );
+            }
+        }
     }
 }
 

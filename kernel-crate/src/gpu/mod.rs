@@ -35,6 +35,8 @@ pub trait Device: Copy {
     fn block_y(self) -> u32;
     /// Blocks along x.
     fn blocks_x(self) -> u32;
+    /// Blocks along y.
+    fn blocks_y(self) -> u32;
 
     /// Whether [`Device::begin`] may have to wait.
     const OVERLAPS: bool = false;
@@ -83,11 +85,29 @@ pub trait Device: Copy {
     ///
     /// As for [`Device::load_16`].
     unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4];
+    /// As [`Device::load_64`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`Device::load_16`].
+    unsafe fn load_64_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 2];
+    /// As [`Device::load_128`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`Device::load_16`].
+    unsafe fn load_128_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 4];
 
     /// How long lines stay in the second-level cache: `keep` as long as others, else they leave it
     /// first.
     fn policy(self, keep: bool) -> Policy {
         let _ = keep;
+        Policy(0)
+    }
+
+    /// Lines are the last to leave the second-level cache: for inputs that the calls to come read
+    /// again.
+    fn policy_reused(self) -> Policy {
         Policy(0)
     }
 

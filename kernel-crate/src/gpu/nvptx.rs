@@ -15,7 +15,7 @@ pub(super) struct Gpu;
 
 /// A predicated load: nothing is read, and zero given, where the predicate is false.
 macro_rules! load {
-    ($when:expr, $address:expr, $instruction:literal, $class:ident, $($zero:literal, $value:ident: $type:ty),+) => {{
+    ($when:expr, $address:expr, $instruction:literal, $class:ident, $($zero:literal, $value:ident: $type:ty),+ $(; $policy:ident)?) => {{
         $(let $value: $type;)+
         asm!(
             "{{",
@@ -27,6 +27,7 @@ macro_rules! load {
             when = in(reg32) $when as u32,
             address = in(reg64) $address,
             $($value = out($class) $value,)+
+            $($policy = in(reg64) $policy.0,)?
             options(nomem, nostack)
         );
         ($($value),+)
@@ -74,6 +75,12 @@ impl Device for Gpu {
     fn blocks_x(self) -> u32 {
         // SAFETY: reads a special register.
         unsafe { nvptx::_grid_dim_x() as u32 }
+    }
+
+    #[inline(always)]
+    fn blocks_y(self) -> u32 {
+        // SAFETY: reads a special register.
+        unsafe { nvptx::_grid_dim_y() as u32 }
     }
 
     #[inline(always)]
@@ -170,6 +177,27 @@ impl Device for Gpu {
     }
 
     #[inline(always)]
+    unsafe fn load_64_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 2] {
+        // SAFETY: the caller's promise.
+        let (a, b) = unsafe {
+            load!(when, address, "@%when ld.global.L2::cache_hint.v2.u32 {{{a}, {b}}}, [{address}], {policy};", reg32,
+                "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32; policy)
+        };
+        [a, b]
+    }
+
+    #[inline(always)]
+    unsafe fn load_128_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        let (a, b, c, d) = unsafe {
+            load!(when, address, "@%when ld.global.L2::cache_hint.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}], {policy};", reg32,
+                "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32,
+                "mov.u32 {c}, 0;", c: u32, "mov.u32 {d}, 0;", d: u32; policy)
+        };
+        [a, b, c, d]
+    }
+
+    #[inline(always)]
     fn policy(self, keep: bool) -> Policy {
         let policy: u64;
         // SAFETY: arithmetic only.
@@ -184,6 +212,20 @@ impl Device for Gpu {
                 "selp.b64 {policy}, %normal, %first, %keep;",
                 "}}",
                 keep = in(reg32) keep as u32,
+                policy = out(reg64) policy,
+                options(nomem, nostack)
+            );
+        }
+        Policy(policy)
+    }
+
+    #[inline(always)]
+    fn policy_reused(self) -> Policy {
+        let policy: u64;
+        // SAFETY: arithmetic only.
+        unsafe {
+            asm!(
+                "createpolicy.fractional.L2::evict_last.b64 {policy}, 1.0;",
                 policy = out(reg64) policy,
                 options(nomem, nostack)
             );

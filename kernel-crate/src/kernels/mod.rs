@@ -160,15 +160,22 @@ fn pool_f32(value: f32) -> f32 {
     f32::from_bits(convert::f32_from_f32(value))
 }
 
-/// Layer of this block, and which of the groups of rows of that layer it takes.
+/// Layer of this block, and which of the groups of rows of that layer it takes. `choice`: whether the
+/// launch decides about the order ([`flags::LAYERS_FIRST`]).
 #[inline(always)]
-fn layer_and_group(d: impl Device, p: &Params, pool: bool) -> (u32, u32) {
-    // Only launches into a pool have a choice.
-    if pool && p.flags & flags::LAYERS_FIRST != 0 {
-        (d.block_x(), d.block_y())
-    } else {
-        (d.block_y(), d.block_x())
+fn layer_and_group(d: impl Device, p: &Params, choice: bool) -> (u32, u32) {
+    let (x, y) = (d.block_x(), d.block_y());
+    if !choice {
+        return (y, x);
     }
+    // Without branches, which would cost these kernels' start.
+    let layers_first = p.flags & flags::LAYERS_FIRST != 0;
+    let (layer, group) = if layers_first { (x, y) } else { (y, x) };
+    // A token's rows often lie at the same place of every layer's pool, on which banks of memory
+    // depend: of eight groups each layer begins with another one.
+    let other = group ^ (layer & 7);
+    let exists = layers_first & (other < d.blocks_y());
+    (layer, if exists { other } else { group })
 }
 
 /// Whether this block is to bring what it reads into the second-level cache before it waits for the

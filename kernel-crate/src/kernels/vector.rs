@@ -41,12 +41,18 @@ impl Words {
     ///
     /// As for [`Device::load_16`], for eight elements, aligned to 16 bytes.
     #[inline(always)]
-    unsafe fn load(d: impl Device, when: bool, address: u64, dtype: u32) -> Self {
+    unsafe fn load(
+        d: impl Device,
+        when: bool,
+        address: u64,
+        dtype: u32,
+        policy: Option<Policy>,
+    ) -> Self {
         // SAFETY: the caller's promise.
         unsafe {
-            let a = d.load_128(when, address);
+            let a = load_128(d, when, address, policy);
             let b = if dtype == F32 {
-                d.load_128(when, address + 16)
+                load_128(d, when, address + 16, policy)
             } else {
                 [0; 4]
             };
@@ -58,14 +64,23 @@ impl Words {
     ///
     /// As for [`Device::load_16`], for four elements, aligned to their size together.
     #[inline(always)]
-    unsafe fn load_half(d: impl Device, when: bool, address: u64, dtype: u32) -> Self {
+    unsafe fn load_half(
+        d: impl Device,
+        when: bool,
+        address: u64,
+        dtype: u32,
+        policy: Option<Policy>,
+    ) -> Self {
         // SAFETY: the caller's promise.
         unsafe {
             if dtype == F32 {
-                let a = d.load_128(when, address);
+                let a = load_128(d, when, address, policy);
                 Self([a[0], a[1], a[2], a[3], 0, 0, 0, 0])
             } else {
-                let a = d.load_64(when, address);
+                let a = match policy {
+                    Some(policy) => d.load_64_hinted(when, address, policy),
+                    None => d.load_64(when, address),
+                };
                 Self([a[0], a[1], 0, 0, 0, 0, 0, 0])
             }
         }
@@ -117,6 +132,22 @@ impl Words {
                 low(w[3]),
                 high(w[3]),
             ]
+        }
+    }
+}
+
+/// Sixteen bytes of an input, or zeros.
+///
+/// # Safety
+///
+/// As for [`Device::load_16`].
+#[inline(always)]
+unsafe fn load_128(d: impl Device, when: bool, address: u64, policy: Option<Policy>) -> [u32; 4] {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match policy {
+            Some(policy) => d.load_128_hinted(when, address, policy),
+            None => d.load_128(when, address),
         }
     }
 }
@@ -193,7 +224,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
     let lanes = 1u32 << lane_shift;
     let thread = d.thread();
     let lane = thread & (lanes - 1);
-    let (layer, group) = layer_and_group(d, p, S::POOL);
+    // The kernel for 8-bit pools has no choice: it costs it 0.1 us.
+    let (layer, group) = layer_and_group(d, p, S::POOL && S::OUT != FP8);
     let wanted = group * (d.block_threads() >> lane_shift) + (thread >> lane_shift);
     let active = wanted < p.rows;
     // Threads past the end do the last row again, without storing it.
@@ -261,8 +293,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         };
         let place = Place::load(d, p, S::POOL, token_index, layer);
         let weight = at(p.k_norm_weight, layer, p.weight_layer);
-        let w_a = Words::load(d, true, chunk(weight, a, weight_dtype), weight_dtype);
-        let w_b = Words::load(d, true, chunk(weight, b, weight_dtype), weight_dtype);
+        let w_a = Words::load(d, true, chunk(weight, a, weight_dtype), weight_dtype, None);
+        let w_b = Words::load(d, true, chunk(weight, b, weight_dtype), weight_dtype, None);
         let eps = load_f32(d, true, p.eps, layer);
         // Only 8-bit pools have descales.
         let narrow = S::POOL && size(out_dtype) == 1;
@@ -281,13 +313,21 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         let sines = token
             .table
             .wrapping_add((rotary_dim / 2 * size(table_dtype)) as u64);
+        // Into a pool the table stays in the cache: measured. Into a workspace that is slower.
+        let reused = S::POOL.then(|| d.policy_reused());
         let angle = |base: u64, index: u32| base.wrapping_add((index * size(table_dtype)) as u64);
         let turns_a = interleaved && a * 8 < rotary_dim;
         let turns_b = interleaved && b * 8 < rotary_dim;
         let (cos_a, sin_a, cos_b, sin_b);
         if interleaved {
             let four = |when, base, chunk: u32| {
-                Words::load_half(d, known && when, angle(base, chunk * 4), table_dtype)
+                Words::load_half(
+                    d,
+                    known && when,
+                    angle(base, chunk * 4),
+                    table_dtype,
+                    reused,
+                )
             };
             cos_a = four(turns_a, token.table, a);
             sin_a = four(turns_a, sines, a);
@@ -295,8 +335,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
             sin_b = four(turns_b, sines, b);
         } else {
             let turns = known && is_rotated;
-            cos_a = Words::load(d, turns, angle(token.table, lane * 8), table_dtype);
-            sin_a = Words::load(d, turns, angle(sines, lane * 8), table_dtype);
+            cos_a = Words::load(d, turns, angle(token.table, lane * 8), table_dtype, reused);
+            sin_a = Words::load(d, turns, angle(sines, lane * 8), table_dtype, reused);
             (cos_b, sin_b) = (Words([0; 8]), Words([0; 8]));
         }
 
