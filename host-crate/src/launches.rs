@@ -31,8 +31,8 @@ pub struct Dispatch {
     pub early_blocks: Option<u32>,
     /// The order of the blocks of a launch into a pool. `Some(true)`: all layers of a few tokens, then
     /// the next tokens (a launch with more than 65,535 groups of rows ignores it). `Some(false)`: one
-    /// layer after another. `None` for the library's choice. Ignored for workspaces, and by the kernel
-    /// for 8-bit pools of D = R = 128 in bf16: they go one layer after another.
+    /// layer after another. `None` for the library's choice. Ignored for workspaces, and by the kernels
+    /// from bf16 to 8-bit pools with D = R = 128: they go one layer after another.
     pub layers_first: Option<bool>,
 }
 

@@ -211,7 +211,8 @@ impl Facts {
             return match (path, self.kv) {
                 (Path::Vector, _) if self.is_common() => match self.out {
                     Code::Bf16 => "fused_kv_pool_bf16_d128",
-                    Code::E4M3 | Code::E5M2 => "fused_kv_pool_bf16_d128_fp8",
+                    Code::E4M3 => "fused_kv_pool_bf16_d128_e4m3",
+                    Code::E5M2 => "fused_kv_pool_bf16_d128_e5m2",
                     _ => "fused_kv_pool_bf16_d128_any",
                 },
                 (Path::Vector, Code::Bf16) => "fused_kv_pool_bf16",
@@ -242,8 +243,8 @@ impl Facts {
         }
     }
 
-    /// Whether the kernel can go through its blocks in either order. It costs the one for 8-bit pools
-    /// too much.
+    /// Whether the kernel can go through its blocks in either order. It costs those for 8-bit pools too
+    /// much.
     fn has_order(&self, path: Path) -> bool {
         self.pool && !(path == Path::Vector && self.is_common() && size(self.out) == 1)
     }
@@ -442,7 +443,12 @@ mod tests {
             launch(&aux(Code::F16), 512).entry,
             "fused_kv_vector_f16_any"
         );
-        assert_eq!(launch(&fp8, 512).entry, "fused_kv_pool_bf16_d128_fp8");
+        assert_eq!(launch(&fp8, 512).entry, "fused_kv_pool_bf16_d128_e4m3");
+        let e5m2 = Facts {
+            out: Code::E5M2,
+            ..fp8
+        };
+        assert_eq!(launch(&e5m2, 512).entry, "fused_kv_pool_bf16_d128_e5m2");
     }
 
     #[test]

@@ -29,7 +29,8 @@ macro_rules! for_each_entry {
             fused_kv_generic_1_f16 => $crate::kernels::generic::run::<_, 1, 0, { $crate::kernels::F16 }, false>;
             fused_kv_generic_1_f32 => $crate::kernels::generic::run::<_, 1, 0, { $crate::kernels::F32 }, false>;
             fused_kv_pool_bf16_d128 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128Pool>;
-            fused_kv_pool_bf16_d128_fp8 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolFp8>;
+            fused_kv_pool_bf16_d128_e4m3 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolE4M3>;
+            fused_kv_pool_bf16_d128_e5m2 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolE5M2>;
             fused_kv_pool_bf16_d128_any => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16D128PoolAny>;
             fused_kv_pool_bf16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::Bf16Pool>;
             fused_kv_pool_f16 => $crate::kernels::vector::run::<_, $crate::kernels::spec::F16Pool>;
@@ -58,8 +59,8 @@ const E5M2: u32 = Code::E5M2 as u32;
 
 /// What the vector kernels are specialised for.
 pub mod spec {
-    use super::vector::{ANY, FP8, Spec};
-    use super::{BF16, F16 as HALF, F32 as SINGLE};
+    use super::vector::{ANY, Spec};
+    use super::{BF16, E4M3, E5M2, F16 as HALF, F32 as SINGLE};
 
     macro_rules! specs {
         ($($(#[$doc:meta])* $name:ident: $kv:expr, $aux:expr, $out:expr, d128 $d128:literal, pool $pool:literal;)*) => {$(
@@ -91,8 +92,10 @@ pub mod spec {
         F32Any: SINGLE, ANY, SINGLE, d128 false, pool false;
         /// To a pool: bf16 throughout, D = R = 128, neox.
         Bf16D128Pool: BF16, BF16, BF16, d128 true, pool true;
-        /// To a pool of 8-bit floats: bf16, with bf16 weights and table, D = R = 128, neox.
-        Bf16D128PoolFp8: BF16, BF16, FP8, d128 true, pool true;
+        /// To a pool of e4m3fn: bf16, with bf16 weights and table, D = R = 128, neox.
+        Bf16D128PoolE4M3: BF16, BF16, E4M3, d128 true, pool true;
+        /// To a pool of e5m2: bf16, with bf16 weights and table, D = R = 128, neox.
+        Bf16D128PoolE5M2: BF16, BF16, E5M2, d128 true, pool true;
         /// To a pool of any type: bf16, with bf16 weights and table, D = R = 128, neox.
         Bf16D128PoolAny: BF16, BF16, ANY, d128 true, pool true;
         /// To a pool of any type: bf16, weights and table of any type.

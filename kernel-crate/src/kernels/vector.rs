@@ -15,8 +15,6 @@ use crate::gpu::{Device, Policy};
 
 /// Stands for "read it from the parameters" where a kernel is specialised for a dtype.
 pub const ANY: u32 = u32::MAX;
-/// Stands for either 8-bit float.
-pub const FP8: u32 = u32::MAX - 1;
 
 /// What a kernel is specialised for.
 pub trait Spec {
@@ -24,7 +22,7 @@ pub trait Spec {
     const KV: u32;
     /// Dtype of weights and table, or [`ANY`].
     const AUX: u32;
-    /// Dtype of the outputs, [`ANY`] or [`FP8`].
+    /// Dtype of the outputs, or [`ANY`].
     const OUT: u32;
     /// D = R = 128 in the neox style.
     const D128: bool;
@@ -214,18 +212,15 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         S::AUX
     };
     let table_dtype = if S::AUX == ANY { p.table_dtype } else { S::AUX };
-    let out_dtype = match S::OUT {
-        ANY => p.out_dtype,
-        FP8 if p.out_dtype == E4M3 => E4M3,
-        FP8 => E5M2,
-        dtype => dtype,
-    };
+    let out_dtype = if S::OUT == ANY { p.out_dtype } else { S::OUT };
+    // Specialised for a pool of 8-bit floats.
+    let to_8_bits = S::OUT == E4M3 || S::OUT == E5M2;
 
     let lanes = 1u32 << lane_shift;
     let thread = d.thread();
     let lane = thread & (lanes - 1);
-    // The kernel for 8-bit pools has no choice: it costs it 0.1 us.
-    let (layer, group) = layer_and_group(d, p, S::POOL && S::OUT != FP8);
+    // The choice costs the kernels for 8-bit pools 0.1 us.
+    let (layer, group) = layer_and_group(d, p, S::POOL && !to_8_bits);
     let wanted = group * (d.block_threads() >> lane_shift) + (thread >> lane_shift);
     let active = wanted < p.rows;
     // Threads past the end do the last row again, without storing it.
@@ -280,8 +275,8 @@ pub unsafe fn run<D: Device, S: Spec>(d: D, p: &Params) {
         let raw_a = Words::load_once(d, chunk(source, a, S::KV), S::KV, policy);
         let raw_b = Words::load_once(d, chunk(source, b, S::KV), S::KV, policy);
         // Into a pool V (of f32, its first half) is asked for behind the other loads, but in the
-        // kernel for 8-bit pools at D = R = 128: measured for bf16.
-        let v_first = !S::POOL || S::OUT == FP8;
+        // kernels for 8-bit pools at D = R = 128: measured for bf16.
+        let v_first = !S::POOL || to_8_bits;
         let mut v = [[0; 4]; 2];
         if v_first {
             v = [load_unit(0), load_unit(1)];

@@ -172,7 +172,7 @@ fn host_cost(gpu: &Gpu) -> Result<f64> {
     let memory = Memory::new(gpu, &case, 0, 1)?;
     let mut plan = memory.plan(&case, 0)?;
     let mut batches = Vec::new();
-    for _ in 0..50 {
+    for _ in 0..500 {
         gpu.wait()?;
         let start = Instant::now();
         for _ in 0..200 {
