@@ -8,7 +8,7 @@
 #                                       JOBS (default: half of the processors) at a time; long
 #                                       sweeps are shared by PARTS (default 8) processes, random
 #                                       tests run 20 cases unless FUSED_KV_GPU_CASES and
-#                                       FUSED_KV_SOAK say otherwise
+#                                       FUSED_KV_SOAK say otherwise; SANITIZER_OPTIONS are passed on
 #   run.sh cli                          fused-kv on every golden file, on CUDA, compared
 #   run.sh examples                     the examples of the library
 #   run.sh bench [--out DIR] [--sglang PATH] [--flaggems PATH] [--tokenspeed PATH]
@@ -155,8 +155,9 @@ checked() {
     local log start status
     log="$logs/$mode-$(basename "$1")-${2//::/-}-${3//\//of}"
     start=$SECONDS
+    # shellcheck disable=SC2086 # several options
     FUSED_KV_GPU_PART=$3 "$tool" --tool "$mode" --error-exitcode 9 --target-processes all \
-        "$1" --exact "$2" --test-threads=1 >"$log" 2>&1
+        ${SANITIZER_OPTIONS:-} "$1" --exact "$2" --test-threads=1 >"$log" 2>&1
     status=$?
     # A test that calls the driver in no way leaves the tool nothing to look at.
     if [ "$status" -ne 0 ] && grep -q 'before first instrumented API call' "$log" &&
@@ -166,7 +167,7 @@ checked() {
     if [ "$status" -eq 0 ]; then
         echo "ok $mode $(basename "$1") $2 $3, $((SECONDS - start)) s"
     else
-        echo "NOT CLEAN (exit $status) $mode $(basename "$1") $2 $3: $(grep '^=* .*\(Error\|ERROR\|RACECHECK\)' "$log" | head -n 5 | tr '\n' ';')"
+        echo "NOT CLEAN (exit $status) $mode $(basename "$1") $2 $3: $(sed -n '/COMPUTE-SANITIZER/d; s/^=* *\(.*[^ ]\) *$/\1/p' "$log" | grep -v '^\(running\|test\)' | head -n 8 | tr '\n' ';')"
     fi
 }
 export -f checked
