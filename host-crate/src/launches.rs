@@ -31,8 +31,9 @@ pub struct Dispatch {
     pub early_blocks: Option<u32>,
     /// The order of the blocks of a launch into a pool. `Some(true)`: all layers of a few tokens, then
     /// the next tokens (a launch with more than 65,535 groups of rows ignores it). `Some(false)`: one
-    /// layer after another. `None` for the library's choice. Ignored for workspaces, and by the kernels
-    /// from bf16 to 8-bit pools with D = R = 128: they go one layer after another.
+    /// layer after another. `None` for the library's choice. Ignored for workspaces, and by the vector
+    /// kernels into 8-bit pools at D = R = 128 (bf16 `kv`, weights and table; neox), which go one layer
+    /// after another.
     pub layers_first: Option<bool>,
 }
 
@@ -172,9 +173,9 @@ pub(crate) fn launches(
     }
     let mut launch = facts.launch(path, tokens as u64 * layers as u64, threads);
     // Where the kernel has a choice.
-    if let (Some(order), Some(forced)) = (&mut launch.layers_first, dispatch.layers_first) {
-        *order = forced;
-    }
+    launch.layers_first = launch
+        .layers_first
+        .map(|order| dispatch.layers_first.unwrap_or(order));
 
     let flag = |on: bool, flag: u32| if on { flag } else { 0 };
     let mut params = Params {

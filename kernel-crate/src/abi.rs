@@ -33,8 +33,9 @@ pub mod flags {
     pub const SLOTS_I64: u32 = 1 << 3;
     /// This launch reports bad positions and slots (a job split by layers reports once).
     pub const REPORT: u32 = 1 << 4;
-    /// Blocks along x are layers, those along y groups of rows (else the other way round); of
-    /// launches into a pool only.
+    /// Blocks along x are layers, those along y groups of rows, which each layer takes in an order of
+    /// its own (else x are groups in order, y layers); of launches into a pool, where the kernel has the
+    /// choice.
     pub const LAYERS_FIRST: u32 = 1 << 5;
 }
 

@@ -397,14 +397,6 @@ impl Device for Lane<'_> {
         // SAFETY: the caller's promise.
         unsafe { self.load(when, address) }
     }
-    unsafe fn load_64_hinted(self, when: bool, address: u64, _: Policy) -> [u32; 2] {
-        // SAFETY: the caller's promise.
-        unsafe { self.load_64(when, address) }
-    }
-    unsafe fn load_128_hinted(self, when: bool, address: u64, _: Policy) -> [u32; 4] {
-        // SAFETY: the caller's promise.
-        unsafe { self.load_128(when, address) }
-    }
     unsafe fn load_128_once(self, address: u64, _: Policy) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { self.load(true, address) }

@@ -329,7 +329,7 @@ fn foreign_strides() {
         layers: 3,
         ..Spec::default()
     };
-    for dtype in [DType::Bf16, DType::F8E4M3Fn] {
+    for dtype in [DType::Bf16, DType::F8E4M3Fn, DType::F8E5M2] {
         let side_by_side = PoolSpec {
             form: Form::SideBySide,
             page_size: 16,
@@ -365,7 +365,7 @@ fn foreign_strides() {
 /// first, layers differ in the order of their tokens.
 #[test]
 fn the_order_of_blocks() {
-    const TOKENS: usize = 3;
+    const TOKENS: usize = 9;
     const LAYERS: usize = 9;
     let slots: Vec<i64> = (0..TOKENS as i64).rev().collect();
     // One token a block.
@@ -431,7 +431,7 @@ fn the_order_of_blocks() {
         (&other, DType::F8E4M3Fn, None, false),
         (&other, DType::F8E4M3Fn, Some(true), true),
     ] {
-        for layer in 0..LAYERS {
+        for layer in [0, 1, 6, 8] {
             for token in 0..TOKENS {
                 let turned = token ^ (layer % 8);
                 let block = match by_layers {

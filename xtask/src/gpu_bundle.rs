@@ -271,7 +271,15 @@ mod tests {
                 echo "test result: ok. 1 passed"
                 echo "========= Error: Target application terminated before first instrumented API call"
                 exit 255 ;;
-            *soak*) exit "$SOAK_STATUS" ;;
+            *--tool*--leak-check*soak*)
+                echo "========= COMPUTE-SANITIZER"
+                echo "running 1 test"
+                # A test's name stands in the same line as what comes next.
+                echo "test soak ... ========= Invalid __global__ write"
+                echo "========="
+                echo "Internal error"
+                echo "test result: ok. 1 passed"
+                exit "$SOAK_STATUS" ;;
             esac"#,
         );
         let run = |status: &str| {
@@ -280,6 +288,7 @@ mod tests {
                 .arg("memcheck")
                 .env("CUDA_PATH", path("cuda"))
                 .envs([("PARTS", "2"), ("JOBS", "2"), ("SOAK_STATUS", status)])
+                .env("SANITIZER_OPTIONS", "--leak-check full")
                 .output()
                 .unwrap();
             let text = String::from_utf8(output.stdout).unwrap();
@@ -299,7 +308,9 @@ mod tests {
         let (status, text) = run("9");
         assert_eq!(status, Some(1), "{text}");
         assert!(
-            text.contains("NOT CLEAN (exit 9) memcheck gpu soak 1/1"),
+            text.contains(
+                "NOT CLEAN (exit 9) memcheck gpu soak 1/1: Invalid __global__ write;Internal error;"
+            ),
             "{text}"
         );
         assert!(text.contains("memcheck: 4 runs, 1 not clean"), "{text}");

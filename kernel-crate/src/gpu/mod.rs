@@ -85,18 +85,26 @@ pub trait Device: Copy {
     ///
     /// As for [`Device::load_16`].
     unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4];
-    /// As [`Device::load_64`].
+    /// As [`Device::load_64`]; `policy` says how long the line stays in the second-level cache.
     ///
     /// # Safety
     ///
     /// As for [`Device::load_16`].
-    unsafe fn load_64_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 2];
-    /// As [`Device::load_128`].
+    unsafe fn load_64_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 2] {
+        let _ = policy;
+        // SAFETY: the caller's promise.
+        unsafe { self.load_64(when, address) }
+    }
+    /// As [`Device::load_128`], likewise.
     ///
     /// # Safety
     ///
     /// As for [`Device::load_16`].
-    unsafe fn load_128_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 4];
+    unsafe fn load_128_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 4] {
+        let _ = policy;
+        // SAFETY: the caller's promise.
+        unsafe { self.load_128(when, address) }
+    }
 
     /// How long lines stay in the second-level cache: `keep` as long as others, else they leave it
     /// first.

@@ -171,11 +171,12 @@ fn layer_and_group(d: impl Device, p: &Params, choice: bool) -> (u32, u32) {
     if !choice {
         return (y, x);
     }
-    // Without branches, which would cost these kernels' start.
+    // No branches: they would delay the first loads.
     let layers_first = p.flags & flags::LAYERS_FIRST != 0;
     let (layer, group) = if layers_first { (x, y) } else { (y, x) };
-    // A token's rows often lie at the same place of every layer's pool, on which banks of memory
-    // depend: of eight groups each layer begins with another one.
+    // A token's rows often lie at the same place of every layer's pool, and so in the same banks of
+    // memory: within eight groups each layer takes another order. A group and its partner change
+    // places; one without a partner keeps its own.
     let other = group ^ (layer & 7);
     let exists = layers_first & (other < d.blocks_y());
     (layer, if exists { other } else { group })

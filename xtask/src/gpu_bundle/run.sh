@@ -8,7 +8,7 @@
 #                                       JOBS (default: half of the processors) at a time; long
 #                                       sweeps are shared by PARTS (default 8) processes, random
 #                                       tests run 20 cases unless FUSED_KV_GPU_CASES and
-#                                       FUSED_KV_SOAK say otherwise; SANITIZER_OPTIONS are passed on
+#                                       FUSED_KV_SOAK say otherwise; SANITIZER_OPTIONS go to the tool
 #   run.sh cli                          fused-kv on every golden file, on CUDA, compared
 #   run.sh examples                     the examples of the library
 #   run.sh bench [--out DIR] [--sglang PATH] [--flaggems PATH] [--tokenspeed PATH]
@@ -167,7 +167,7 @@ checked() {
     if [ "$status" -eq 0 ]; then
         echo "ok $mode $(basename "$1") $2 $3, $((SECONDS - start)) s"
     else
-        echo "NOT CLEAN (exit $status) $mode $(basename "$1") $2 $3: $(sed -n '/COMPUTE-SANITIZER/d; s/^=* *\(.*[^ ]\) *$/\1/p' "$log" | grep -v '^\(running\|test\)' | head -n 8 | tr '\n' ';')"
+        echo "NOT CLEAN (exit $status) $mode $(basename "$1") $2 $3: $(sed -n '/COMPUTE-SANITIZER/d; s/^test .* \.\.\. //; s/^=* *\([^= ].*[^ ]\) *$/\1/p' "$log" | grep -v '^\(running\|test\) ' | head -n 8 | tr '\n' ';')"
     fi
 }
 export -f checked

@@ -65,7 +65,7 @@ struct Forced {
     #[arg(long)]
     no_overlap: bool,
     /// Forces the order of the blocks of launches into a pool: all layers of a few tokens first, or
-    /// one layer after another.
+    /// one layer after another (which those into 8-bit pools do in any case).
     #[arg(long)]
     layers_first: Option<bool>,
 }
