@@ -61,7 +61,7 @@ impl Figure {
 
     /// A launch whose dispatch was forced: an experiment, not what a caller gets.
     pub fn forced(&self) -> bool {
-        ["threads", "shared_bytes", "overlap", "layers_first"]
+        ["path", "threads", "shared_bytes", "overlap", "layers_first"]
             .iter()
             .any(|key| self.rest.get(*key).is_some_and(|value| !value.is_null()))
     }

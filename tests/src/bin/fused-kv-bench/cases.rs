@@ -35,7 +35,7 @@ pub struct Case {
     /// The pool that rows go to, in place of a workspace.
     pub pool: Option<Pool>,
     /// Forced path.
-    #[serde(skip)]
+    #[serde(serialize_with = "path_name")]
     pub path: Option<Path>,
     /// Forced block size.
     pub threads: Option<u32>,
@@ -65,6 +65,13 @@ fn text<S: serde::Serializer>(
     serializer: S,
 ) -> std::result::Result<S::Ok, S::Error> {
     serializer.serialize_str(dtype.name())
+}
+
+fn path_name<S: serde::Serializer>(
+    path: &Option<Path>,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    path.map(Path::name).serialize(serializer)
 }
 
 impl Default for Case {
