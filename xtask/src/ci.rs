@@ -137,7 +137,15 @@ fn steps(project: &Project, stub: &Path, device: &str) -> Vec<Step> {
         cuda(cargo(
             "tests with cuda, no device",
             &[
-                &["test", "--features", CUDA, "--lib", "--test", "gpu"],
+                &[
+                    "test",
+                    "--features",
+                    CUDA,
+                    "--lib",
+                    "--bins",
+                    "--test",
+                    "gpu",
+                ],
                 &packages[..],
             ]
             .concat(),

@@ -167,7 +167,7 @@ checked() {
     if [ "$status" -eq 0 ]; then
         echo "ok $mode $(basename "$1") $2 $3, $((SECONDS - start)) s"
     else
-        echo "NOT CLEAN (exit $status) $mode $(basename "$1") $2 $3: $(sed -n '/COMPUTE-SANITIZER/d; s/^test .* \.\.\. //; s/^=* *\([^= ].*[^ ]\) *$/\1/p' "$log" | grep -v '^\(running\|test\) ' | head -n 8 | tr '\n' ';')"
+        echo "NOT CLEAN (exit $status) $mode $(basename "$1") $2 $3: $(sed -n '/COMPUTE-SANITIZER\|^running \|^test result/d; s/^test .* \.\.\. //; s/^=* *\([^= ].*[^ ]\) *$/\1/p' "$log" | head -n 8 | tr '\n' ';')"
     fi
 }
 export -f checked

@@ -4,6 +4,7 @@ use fused_kv::cuda::DeviceMemory;
 use fused_kv::{Config, DType, Device, Dispatch, Inputs, NormWeight, Output, Outputs, Path, Plan};
 use fused_kv::{PoolLayout, PoolTarget, RopeStyle, TensorView, TensorViewMut};
 use serde::Serialize;
+use serde::ser::SerializeMap;
 
 use crate::gpu::{Gpu, Result};
 
@@ -34,17 +35,9 @@ pub struct Case {
     pub shift: usize,
     /// The pool that rows go to, in place of a workspace.
     pub pool: Option<Pool>,
-    /// Forced path.
-    #[serde(serialize_with = "path_name")]
-    pub path: Option<Path>,
-    /// Forced block size.
-    pub threads: Option<u32>,
-    /// Reserved shared memory of a block, in bytes.
-    pub shared_bytes: Option<u32>,
-    /// Kernels may start early.
-    pub overlap: Option<bool>,
-    /// Forced order of the blocks of a launch into a pool.
-    pub layers_first: Option<bool>,
+    /// What is forced, in place of the library's choice.
+    #[serde(flatten, serialize_with = "forced")]
+    pub dispatch: Dispatch,
 }
 
 /// A KV pool; tokens go to random slots, each to one of its own.
@@ -67,11 +60,18 @@ fn text<S: serde::Serializer>(
     serializer.serialize_str(dtype.name())
 }
 
-fn path_name<S: serde::Serializer>(
-    path: &Option<Path>,
+/// What the program can force; the report looks for these names.
+fn forced<S: serde::Serializer>(
+    dispatch: &Dispatch,
     serializer: S,
 ) -> std::result::Result<S::Ok, S::Error> {
-    path.map(Path::name).serialize(serializer)
+    let mut map = serializer.serialize_map(None)?;
+    map.serialize_entry("path", &dispatch.path.map(Path::name))?;
+    map.serialize_entry("threads", &dispatch.threads)?;
+    map.serialize_entry("shared_bytes", &dispatch.shared_bytes)?;
+    map.serialize_entry("overlap", &dispatch.overlap)?;
+    map.serialize_entry("layers_first", &dispatch.layers_first)?;
+    map.end()
 }
 
 impl Default for Case {
@@ -92,11 +92,7 @@ impl Default for Case {
             spare_capacity: 0,
             shift: 0,
             pool: None,
-            path: None,
-            threads: None,
-            shared_bytes: None,
-            overlap: None,
-            layers_first: None,
+            dispatch: Dispatch::default(),
         }
     }
 }
@@ -279,16 +275,8 @@ impl Memory {
             None => Plan::new(config, inputs, self.workspace(case, set)?)?,
             Some(pool) => Plan::paged(config, inputs, self.pool(case, pool, set)?)?,
         };
-        let dispatch = Dispatch {
-            path: case.path,
-            threads: case.threads,
-            overlap: case.overlap,
-            shared_bytes: case.shared_bytes,
-            layers_first: case.layers_first,
-            ..Dispatch::default()
-        };
-        if dispatch != Dispatch::default() {
-            plan.dispatch(dispatch)?;
+        if case.dispatch != Dispatch::default() {
+            plan.dispatch(case.dispatch)?;
         }
         Ok(plan)
     }
@@ -381,5 +369,39 @@ impl Memory {
             self.out.address() + to as u64,
             self.kv.address() + (set * self.kv_step) as u64,
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Under the names that the report looks for, beside the case's own.
+    #[test]
+    fn figures_tell_what_was_forced() {
+        let json = |case: Case| serde_json::to_value(case).expect("JSON");
+        let free = json(Case::default());
+        let forced = json(Case {
+            dispatch: Dispatch {
+                path: Some(Path::Pairs),
+                threads: Some(64),
+                shared_bytes: Some(1024),
+                overlap: Some(false),
+                layers_first: Some(true),
+                ..Dispatch::default()
+            },
+            ..Case::default()
+        });
+        for (name, value) in [
+            ("path", serde_json::json!("pairs")),
+            ("threads", 64.into()),
+            ("shared_bytes", 1024.into()),
+            ("overlap", false.into()),
+            ("layers_first", true.into()),
+        ] {
+            assert_eq!(forced[name], value, "{name}");
+            assert!(free[name].is_null() && free.get(name).is_some(), "{name}");
+        }
+        assert_eq!(forced["tokens"], 8192);
     }
 }

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use cases::{Case, Memory, Pool};
 use clap::{Args, Parser, Subcommand};
-use fused_kv::{DType, Path};
+use fused_kv::{DType, Dispatch, Path};
 use gpu::{CopyKernel, Gpu, Result};
 use serde::Serialize;
 
@@ -372,11 +372,14 @@ fn dense(
         };
         for threads in variants {
             let case = Case {
-                threads,
-                path,
-                overlap: forced.no_overlap.then_some(false),
-                shared_bytes: forced.shared.map(|kib| kib * 1024),
-                layers_first: forced.layers_first,
+                dispatch: Dispatch {
+                    path,
+                    threads,
+                    shared_bytes: forced.shared.map(|kib| kib * 1024),
+                    overlap: forced.no_overlap.then_some(false),
+                    layers_first: forced.layers_first,
+                    ..Dispatch::default()
+                },
                 ..case.clone()
             };
             let figure = measure(&gpu, &copy_kernel, &case)?;
