@@ -389,11 +389,11 @@ impl Device for Lane<'_> {
         // SAFETY: the caller's promise.
         unsafe { self.load(when, address) }
     }
-    unsafe fn load_64(self, when: bool, address: u64) -> [u32; 2] {
+    unsafe fn load_64(self, when: bool, address: u64, _: Option<Policy>) -> [u32; 2] {
         // SAFETY: the caller's promise.
         unsafe { self.load(when, address) }
     }
-    unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4] {
+    unsafe fn load_128(self, when: bool, address: u64, _: Option<Policy>) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { self.load(when, address) }
     }
@@ -825,7 +825,7 @@ mod tests {
         let found = run(32, |d, from, _| {
             d.begin();
             // SAFETY: what there is permission for is live.
-            unsafe { d.load_64(true, from + 4) };
+            unsafe { d.load_64(true, from + 4, None) };
         });
         assert_fault(found, "is misaligned");
         let found = run(32, |d, _, to| {

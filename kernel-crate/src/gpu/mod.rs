@@ -73,38 +73,19 @@ pub trait Device: Copy {
     ///
     /// As for [`Device::load_16`].
     unsafe fn load_32(self, when: bool, address: u64) -> u32;
-    /// Eight bytes of an input, or zeros.
+    /// Eight bytes of an input, or zeros; `policy` says how long the line stays in the second-level
+    /// cache, where that is not left to the device.
     ///
     /// # Safety
     ///
     /// As for [`Device::load_16`].
-    unsafe fn load_64(self, when: bool, address: u64) -> [u32; 2];
-    /// Sixteen bytes of an input, or zeros.
+    unsafe fn load_64(self, when: bool, address: u64, policy: Option<Policy>) -> [u32; 2];
+    /// Sixteen bytes of an input, or zeros; `policy` as for [`Device::load_64`].
     ///
     /// # Safety
     ///
     /// As for [`Device::load_16`].
-    unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4];
-    /// As [`Device::load_64`]; `policy` says how long the line stays in the second-level cache.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Device::load_16`].
-    unsafe fn load_64_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 2] {
-        let _ = policy;
-        // SAFETY: the caller's promise.
-        unsafe { self.load_64(when, address) }
-    }
-    /// As [`Device::load_128`], likewise.
-    ///
-    /// # Safety
-    ///
-    /// As for [`Device::load_16`].
-    unsafe fn load_128_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 4] {
-        let _ = policy;
-        // SAFETY: the caller's promise.
-        unsafe { self.load_128(when, address) }
-    }
+    unsafe fn load_128(self, when: bool, address: u64, policy: Option<Policy>) -> [u32; 4];
 
     /// How long lines stay in the second-level cache: `keep` as long as others, else they leave it
     /// first.

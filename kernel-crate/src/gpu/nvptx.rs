@@ -156,43 +156,39 @@ impl Device for Gpu {
     }
 
     #[inline(always)]
-    unsafe fn load_64(self, when: bool, address: u64) -> [u32; 2] {
+    unsafe fn load_64(self, when: bool, address: u64, policy: Option<Policy>) -> [u32; 2] {
         // SAFETY: the caller's promise.
         let (a, b) = unsafe {
-            load!(when, address, "@%when ld.global.v2.u32 {{{a}, {b}}}, [{address}];", reg32,
-                "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32)
+            match policy {
+                Some(policy) => {
+                    load!(when, address, "@%when ld.global.L2::cache_hint.v2.u32 {{{a}, {b}}}, [{address}], {policy};", reg32,
+                        "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32; policy)
+                }
+                None => {
+                    load!(when, address, "@%when ld.global.v2.u32 {{{a}, {b}}}, [{address}];", reg32,
+                        "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32)
+                }
+            }
         };
         [a, b]
     }
 
     #[inline(always)]
-    unsafe fn load_128(self, when: bool, address: u64) -> [u32; 4] {
+    unsafe fn load_128(self, when: bool, address: u64, policy: Option<Policy>) -> [u32; 4] {
         // SAFETY: the caller's promise.
         let (a, b, c, d) = unsafe {
-            load!(when, address, "@%when ld.global.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}];", reg32,
-                "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32,
-                "mov.u32 {c}, 0;", c: u32, "mov.u32 {d}, 0;", d: u32)
-        };
-        [a, b, c, d]
-    }
-
-    #[inline(always)]
-    unsafe fn load_64_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 2] {
-        // SAFETY: the caller's promise.
-        let (a, b) = unsafe {
-            load!(when, address, "@%when ld.global.L2::cache_hint.v2.u32 {{{a}, {b}}}, [{address}], {policy};", reg32,
-                "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32; policy)
-        };
-        [a, b]
-    }
-
-    #[inline(always)]
-    unsafe fn load_128_hinted(self, when: bool, address: u64, policy: Policy) -> [u32; 4] {
-        // SAFETY: the caller's promise.
-        let (a, b, c, d) = unsafe {
-            load!(when, address, "@%when ld.global.L2::cache_hint.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}], {policy};", reg32,
-                "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32,
-                "mov.u32 {c}, 0;", c: u32, "mov.u32 {d}, 0;", d: u32; policy)
+            match policy {
+                Some(policy) => {
+                    load!(when, address, "@%when ld.global.L2::cache_hint.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}], {policy};", reg32,
+                        "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32,
+                        "mov.u32 {c}, 0;", c: u32, "mov.u32 {d}, 0;", d: u32; policy)
+                }
+                None => {
+                    load!(when, address, "@%when ld.global.v4.u32 {{{a}, {b}, {c}, {d}}}, [{address}];", reg32,
+                        "mov.u32 {a}, 0;", a: u32, "mov.u32 {b}, 0;", b: u32,
+                        "mov.u32 {c}, 0;", c: u32, "mov.u32 {d}, 0;", d: u32)
+                }
+            }
         };
         [a, b, c, d]
     }

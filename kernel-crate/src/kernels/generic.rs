@@ -34,7 +34,7 @@ unsafe fn load_raw<const E: u32>(d: impl Device, when: bool, address: u64, dtype
         match (E, dtype == F32) {
             (1, true) => [d.load_32(when, address), 0],
             (1, false) => [d.load_16(when, address) as u32, 0],
-            (_, true) => d.load_64(when, address),
+            (_, true) => d.load_64(when, address, None),
             (_, false) => {
                 let pair = d.load_32(when, address);
                 [pair & 0xffff, pair >> 16]

@@ -216,8 +216,8 @@ unsafe fn load_reciprocal(d: impl Device, when: bool, base: u64, index: u32) -> 
     // SAFETY: the caller's promise.
     unsafe {
         Reciprocal::from_words([
-            d.load_64(when, address),
-            d.load_64(when, address.wrapping_add(8)),
+            d.load_64(when, address, None),
+            d.load_64(when, address.wrapping_add(8), None),
         ])
     }
 }
@@ -277,8 +277,8 @@ impl Place {
                 },
                 bases: if pool {
                     [
-                        d.load_64(true, at(p.k_out, layer, 8)),
-                        d.load_64(true, at(p.v_out, layer, 8)),
+                        d.load_64(true, at(p.k_out, layer, 8), None),
+                        d.load_64(true, at(p.v_out, layer, 8), None),
                     ]
                 } else {
                     [[0; 2]; 2]

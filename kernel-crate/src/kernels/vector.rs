@@ -48,9 +48,9 @@ impl Words {
     ) -> Self {
         // SAFETY: the caller's promise.
         unsafe {
-            let a = load_128(d, when, address, policy);
+            let a = d.load_128(when, address, policy);
             let b = if dtype == F32 {
-                load_128(d, when, address + 16, policy)
+                d.load_128(when, address + 16, policy)
             } else {
                 [0; 4]
             };
@@ -72,13 +72,10 @@ impl Words {
         // SAFETY: the caller's promise.
         unsafe {
             if dtype == F32 {
-                let a = load_128(d, when, address, policy);
+                let a = d.load_128(when, address, policy);
                 Self([a[0], a[1], a[2], a[3], 0, 0, 0, 0])
             } else {
-                let a = match policy {
-                    Some(policy) => d.load_64_hinted(when, address, policy),
-                    None => d.load_64(when, address),
-                };
+                let a = d.load_64(when, address, policy);
                 Self([a[0], a[1], 0, 0, 0, 0, 0, 0])
             }
         }
@@ -130,22 +127,6 @@ impl Words {
                 low(w[3]),
                 high(w[3]),
             ]
-        }
-    }
-}
-
-/// Sixteen bytes of an input, or zeros.
-///
-/// # Safety
-///
-/// As for [`Device::load_16`].
-#[inline(always)]
-unsafe fn load_128(d: impl Device, when: bool, address: u64, policy: Option<Policy>) -> [u32; 4] {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match policy {
-            Some(policy) => d.load_128_hinted(when, address, policy),
-            None => d.load_128(when, address),
         }
     }
 }
