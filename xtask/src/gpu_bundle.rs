@@ -259,7 +259,8 @@ mod tests {
             make_executable(&path(name)).unwrap();
         };
         project::write(&path("run.sh"), RUN_SH).unwrap();
-        let list = "printf 'every_dim: test\\nsoak: test\\nno_driver: test\\n'";
+        let list =
+            "printf 'every_dim: test\\nsoak: test\\nno_driver: test\\nmany_threads: test\\n'";
         script(
             "tests/gpu",
             &format!("[ \"$1\" = --list ] && {list}; exit 0"),
@@ -280,32 +281,45 @@ mod tests {
                 echo "Internal error"
                 echo "test result: ok. 1 passed"
                 exit "$SOAK_STATUS" ;;
+            *many_threads*)
+                # Fails as the tool does when it loses track, TOOL_FAILURES times.
+                echo >> "$CUDA_PATH/calls"
+                [ "$(wc -l < "$CUDA_PATH/calls")" -gt "$TOOL_FAILURES" ] && exit 0
+                echo "test many_threads ... ========= Internal Sanitizer Error: lost a launch"
+                echo "========="
+                echo "$BESIDE_IT"
+                echo "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+                exit 9 ;;
             esac"#,
         );
-        let run = |status: &str| {
+        let run = |status: &str, tool_failures: &str, beside_it: &str| {
+            let _ = std::fs::remove_file(path("cuda/calls"));
             let output = Command::new("bash")
                 .arg(path("run.sh"))
                 .arg("memcheck")
                 .env("CUDA_PATH", path("cuda"))
                 .envs([("PARTS", "2"), ("JOBS", "2"), ("SOAK_STATUS", status)])
+                .envs([("TOOL_FAILURES", tool_failures), ("BESIDE_IT", beside_it)])
                 .env("SANITIZER_OPTIONS", "--leak-check full")
                 .output()
                 .unwrap();
             let text = String::from_utf8(output.stdout).unwrap();
             (output.status.code(), text)
         };
-        let (status, text) = run("0");
+        let (status, text) = run("0", "0", "");
         assert_eq!(status, Some(0), "{text}");
+        assert!(!text.contains("THE TOOL FAILED"), "{text}");
         for job in [
             "every_dim 1/2",
             "every_dim 2/2",
             "soak 1/1",
             "no_driver 1/1",
+            "many_threads 1/1",
         ] {
             assert!(text.contains(&format!("ok memcheck gpu {job}")), "{text}");
         }
-        assert!(text.contains("memcheck: 4 runs, 0 not clean"), "{text}");
-        let (status, text) = run("9");
+        assert!(text.contains("memcheck: 5 runs, 0 not clean"), "{text}");
+        let (status, text) = run("9", "0", "");
         assert_eq!(status, Some(1), "{text}");
         assert!(
             text.contains(
@@ -313,6 +327,29 @@ mod tests {
             ),
             "{text}"
         );
-        assert!(text.contains("memcheck: 4 runs, 1 not clean"), "{text}");
+        assert!(text.contains("memcheck: 5 runs, 1 not clean"), "{text}");
+
+        // What the tool failed in runs again, alone, until it has an answer or failed four times.
+        let failed = "THE TOOL FAILED (exit 9), not the test: memcheck tests/gpu many_threads 1/1";
+        let (status, text) = run("0", "3", "");
+        assert_eq!(status, Some(0), "{text}");
+        assert_eq!(text.matches(failed).count(), 3, "{text}");
+        assert!(text.contains("ok memcheck gpu many_threads 1/1"), "{text}");
+        assert!(text.contains("memcheck: 5 runs, 0 not clean"), "{text}");
+        let (status, text) = run("0", "4", "");
+        assert_eq!(status, Some(1), "{text}");
+        assert_eq!(text.matches(failed).count(), 4, "{text}");
+        assert!(text.contains("memcheck: 5 runs, 1 not clean"), "{text}");
+        // Never when it found something as well, or when the test did not pass.
+        for beside_it in ["========= Error: Race reported", "test result: FAILED"] {
+            let (status, text) = run("0", "1", beside_it);
+            assert_eq!(status, Some(1), "{text}");
+            assert!(
+                text.contains(
+                    "NOT CLEAN (exit 9) memcheck gpu many_threads 1/1: Internal Sanitizer"
+                ),
+                "{text}"
+            );
+        }
     }
 }

@@ -8,7 +8,10 @@
 #                                       JOBS (default: half of the processors) at a time; long
 #                                       sweeps are shared by PARTS (default 8) processes, random
 #                                       tests run 20 cases unless FUSED_KV_GPU_CASES and
-#                                       FUSED_KV_SOAK say otherwise; SANITIZER_OPTIONS go to the tool
+#                                       FUSED_KV_SOAK say otherwise; SANITIZER_OPTIONS go to the
+#                                       tool; a run ends after LIMIT (default 600) seconds; one in
+#                                       which the tool itself failed (it may lose track of launches
+#                                       of several threads) goes again, alone, at most three times
 #   run.sh cli                          fused-kv on every golden file, on CUDA, compared
 #   run.sh examples                     the examples of the library
 #   run.sh bench [--out DIR] [--sglang PATH] [--flaggems PATH] [--tokenspeed PATH]
@@ -149,23 +152,28 @@ END
     echo "figures: $results"
 }
 
-# checked BINARY TEST PART: one test under compute-sanitizer, one line of output, more when it is not
-# clean.
+# checked BINARY TEST PART: one test under compute-sanitizer, one line of output.
 checked() {
-    local log start status
+    local log start status found
     log="$logs/$mode-$(basename "$1")-${2//::/-}-${3//\//of}"
     start=$SECONDS
     # shellcheck disable=SC2086 # several options
-    FUSED_KV_GPU_PART=$3 "$tool" --tool "$mode" --error-exitcode 9 --target-processes all \
-        ${SANITIZER_OPTIONS:-} "$1" --exact "$2" --test-threads=1 >"$log" 2>&1
+    FUSED_KV_GPU_PART=$3 timeout -k 5 "${LIMIT:-600}" \
+        "$tool" --tool "$mode" --error-exitcode 9 --target-processes all ${SANITIZER_OPTIONS:-} \
+        "$1" --exact "$2" --test-threads=1 >"$log" 2>&1
     status=$?
     # A test that calls the driver in no way leaves the tool nothing to look at.
     if [ "$status" -ne 0 ] && grep -q 'before first instrumented API call' "$log" &&
         grep -q '^test result: ok. 1 passed' "$log"; then
         status=0
     fi
+    # The summary counts a failure of the tool as a hazard.
+    found=$(grep -o '=========  *[^= ].*' "$log" | grep -v 'COMPUTE-SANITIZER\|SUMMARY')
     if [ "$status" -eq 0 ]; then
         echo "ok $mode $(basename "$1") $2 $3, $((SECONDS - start)) s"
+    elif [ -n "$found" ] && ! grep -qv 'Internal Sanitizer Error' <<<"$found" &&
+        ! grep -q '^test result: FAILED' "$log"; then
+        echo "THE TOOL FAILED (exit $status), not the test: $mode $*"
     else
         echo "NOT CLEAN (exit $status) $mode $(basename "$1") $2 $3: $(sed -n '/COMPUTE-SANITIZER\|^running \|^test result/d; s/^test .* \.\.\. //; s/^=* *\([^= ].*[^ ]\) *$/\1/p' "$log" | head -n 8 | tr '\n' ';')"
     fi
@@ -202,6 +210,13 @@ memcheck | racecheck | initcheck | synccheck)
     printf '%s\n' "${jobs[@]}" |
         xargs -P "${JOBS:-$((($(nproc) + 1) / 2))}" -L 1 bash -c 'checked "$@"' checked |
         tee "$logs/all"
+    for _ in 1 2 3; do
+        mapfile -t jobs_again < <(sed -n "s/^THE TOOL FAILED.*: $mode //p" "$logs/all")
+        [ "${#jobs_again[@]}" -gt 0 ] || break
+        sed -i '/^THE TOOL FAILED/d' "$logs/all"
+        printf '%s\n' "${jobs_again[@]}" |
+            xargs -L 1 bash -c 'checked "$@"' checked | tee -a "$logs/all"
+    done
     bad=$(grep -vc '^ok' "$logs/all")
     summary+=("$mode: ${#jobs[@]} runs, $bad not clean")
     [ "$bad" -eq 0 ] || { summary+=("what the tool said: $logs"); failed=1; }
