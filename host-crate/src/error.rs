@@ -156,6 +156,16 @@ pub enum ViewError {
         /// Dimensions of the view.
         rank: usize,
     },
+    /// Two elements of a view that is written may be in the same place, so that its parts cannot be
+    /// views of their own.
+    #[error("elements of the view may share memory, expected parts with memory of their own")]
+    SharedElements,
+    /// More parts than there is memory to list.
+    #[error("no memory for {count} views")]
+    Parts {
+        /// Number of parts.
+        count: usize,
+    },
     /// An offset that does not fit 64 bits.
     #[error("an offset of the view does not fit 64 bits")]
     TooLarge,

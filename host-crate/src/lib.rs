@@ -152,6 +152,7 @@ mod device;
 mod dtype;
 mod error;
 mod float8;
+mod footprint;
 mod launches;
 mod owned;
 mod plan;

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 
 use crate::dtype::{DType, Element};
 use crate::error::{Argument, ViewError};
+use crate::footprint::is_injective;
 use crate::{Device, Error};
 
 /// The largest number of dimensions a view can have.
@@ -349,20 +350,18 @@ macro_rules! view {
                 Ok(Self::from_raw(Raw { layout, ..self.raw }))
             }
 
-            /// One view for each index of `axis`, without that axis: for example the layers of an
-            /// allocation for all layers, or K and V of `[2, ...]`.
-            ///
-            /// # Errors
-            ///
-            /// [`Error::View`] when there is no such axis.
-            pub fn unbind(self, axis: usize) -> Result<Vec<Self>, Error> {
+            /// The views of [`unbind`](Self::unbind).
+            fn parts(&self, axis: usize) -> Result<Vec<Self>, ViewError> {
                 let rank = self.shape().len();
-                if axis >= rank {
-                    return Err(Error::View(ViewError::Axis { axis, rank }));
-                }
-                Ok((0..self.shape()[axis])
-                    .map(|index| Self::from_raw(self.raw.select(axis, index)))
-                    .collect())
+                let Some(&count) = self.shape().get(axis) else {
+                    return Err(ViewError::Axis { axis, rank });
+                };
+                let mut parts = Vec::new();
+                parts
+                    .try_reserve_exact(count)
+                    .map_err(|_| ViewError::Parts { count })?;
+                parts.extend((0..count).map(|index| Self::from_raw(self.raw.select(axis, index))));
+                Ok(parts)
             }
 
             /// Extent of each dimension.
@@ -397,6 +396,16 @@ view!(TensorView, &'a [T], &'a [u8], as_ptr);
 view!(TensorViewMut, &'a mut [T], &'a mut [u8], as_mut_ptr);
 
 impl<'a> TensorView<'a> {
+    /// One view for each index of `axis`, without that axis: for example the layers of an
+    /// allocation for all layers, or K and V of `[2, ...]`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::View`] when there is no such axis, or no memory for so many views.
+    pub fn unbind(self, axis: usize) -> Result<Vec<Self>, Error> {
+        self.parts(axis).map_err(Error::View)
+    }
+
     /// The elements as a slice, in row-major order; `None` when they do not follow each other in
     /// host memory, are of another type, or are not aligned for it.
     pub fn as_slice<T: Element>(&self) -> Option<&'a [T]> {
@@ -432,6 +441,23 @@ impl<'a> TensorView<'a> {
 }
 
 impl<'a> TensorViewMut<'a> {
+    /// One view for each index of `axis`, without that axis: for example the layers of an
+    /// allocation for all layers, or K and V of `[2, ...]`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::View`] when there is no such axis, when two elements of the view may be in the same
+    /// place (parts that are written have memory of their own), or when there is no memory for so
+    /// many views.
+    pub fn unbind(self, axis: usize) -> Result<Vec<Self>, Error> {
+        let parts = self.parts(axis).map_err(Error::View)?;
+        if is_injective(&self.raw).map_err(Error::View)? {
+            Ok(parts)
+        } else {
+            Err(Error::View(ViewError::SharedElements))
+        }
+    }
+
     /// A second view of the same memory for a shorter time.
     pub fn reborrow(&mut self) -> TensorViewMut<'_> {
         TensorViewMut::from_raw(self.raw)

@@ -6,7 +6,7 @@
 use fused_kv::{
     Argument, Config, DType, Device, Error, F8E4M3Fn, F8E5M2, Inputs, NormWeight, Path,
     Permissions, Plan, PoolLayout, PoolTarget, PoolTensors, RopeStyle, TensorView, TensorViewMut,
-    dequantize,
+    ViewError, dequantize,
 };
 use fused_kv_tests::element::{decode, encode, encode_all};
 use fused_kv_tests::pool::{
@@ -1428,6 +1428,49 @@ fn axes_of_views() {
     assert_eq!(view.unbind(1).expect("three columns").len(), 3);
     let empty = TensorView::from_slice::<i32>(&[], &[0, 3]).expect("a view");
     assert!(empty.unbind(0).expect("no rows").is_empty());
+    let endless = TensorView::from_slice::<i32>(&[], &[usize::MAX, 0]).expect("a view");
+    assert_eq!(
+        endless.unbind(0).expect_err("no memory").to_string(),
+        format!("Invalid tensor view: no memory for {} views.", usize::MAX)
+    );
+    assert!(endless.unbind(1).expect("no columns").is_empty());
+}
+
+/// Parts that are written have memory of their own, or there are none.
+#[test]
+fn parts_of_mutable_views_are_apart() {
+    let mut values = [0i32; 24];
+    for (offset, shape, strides) in [
+        // The same row twice; rows that meet in one element, forwards and backwards; equal columns.
+        (0, [2, 1, 6], [0, 6, 1]),
+        (0, [2, 1, 6], [5, 6, 1]),
+        (5, [2, 1, 6], [-5, 6, 1]),
+        (0, [2, 3, 2], [3, 1, 0]),
+    ] {
+        for axis in 0..3 {
+            let view = TensorViewMut::from_strided(&mut values, offset, &shape, &strides);
+            assert_eq!(
+                view.expect("a view").unbind(axis).expect_err("shared"),
+                Error::View(ViewError::SharedElements),
+                "{strides:?}"
+            );
+        }
+        // Nobody writes what is read.
+        let view = TensorView::from_strided(&values, offset, &shape, &strides);
+        assert_eq!(view.expect("a view").unbind(0).expect("rows").len(), 2);
+    }
+    // Rows that alternate, rows from the last to the first, one row, none.
+    for (offset, shape, strides, parts) in [
+        (0, [2, 3, 2], [2, 4, 1], 2),
+        (6, [2, 1, 6], [-6, 0, 1], 2),
+        (0, [1, 1, 6], [0, 0, 1], 1),
+        (0, [2, 0, 6], [0, 0, 1], 2),
+        (0, [0, 2, 6], [0, 0, 1], 0),
+    ] {
+        let view = TensorViewMut::from_strided(&mut values, offset, &shape, &strides);
+        let found = view.expect("a view").unbind(0).expect("rows");
+        assert_eq!(found.len(), parts, "{strides:?}");
+    }
 }
 
 /// Random pools: geometry, types, layouts, slots that are skipped or past the end, positions
