@@ -675,7 +675,7 @@ fn synth_refuses_what_no_job_could_use() {
         ("--rotary-dim=130", "--rotary-dim 130"),
         ("--layers=0", "--layers and --heads"),
         ("--eps=1e-6,1e-6", "--eps has 2 values, expected 1 or 8"),
-        ("--value-scale=inf", "--value-scale inf is not finite"),
+        ("--value-scale=inf", "--value-scale inf, expected finite"),
         ("--table-rows=0", "--table-rows 0"),
         ("--rope-theta=-1", "--rope-theta -1"),
     ] {
@@ -1031,7 +1031,7 @@ fn pools_that_do_not_fit_are_refused() {
     );
     refused(
         &|file| file.header["__metadata__"]["page_size"] = "16".into(),
-        "metadata page_size 16 contradicts the pool's page size=4",
+        "metadata page_size 16 contradicts page_size=4 in the file's pool",
     );
     refused(
         &|file| {
@@ -1047,14 +1047,195 @@ fn pools_that_do_not_fit_are_refused() {
     assert!(error.contains("has no slots"), "{error}");
     let folder = TempDir::new().expect("a folder");
     let path = folder.path().join("x.safetensors");
-    for (flag, expected) in [
-        ("--page-size=4", "--page-size needs --num-slots"),
-        ("--num-slots=2", "no slot for each of 3 tokens"),
+    for (flags, expected) in [
+        (&["--page-size=4"][..], "--page-size needs --num-slots"),
+        (&["--num-slots=2"], "no slot for each of 3 tokens"),
+        // What a plan would refuse.
+        (
+            &["--num-slots=4", "--pool-dtype=e4m3fn"],
+            "Missing k_descale",
+        ),
+        (
+            &[
+                "--num-slots=4",
+                "--pool-dtype=e5m2",
+                "--k-descale=-1",
+                "--v-descale=1",
+            ],
+            "k_descale[0] is -1",
+        ),
+        (
+            &[
+                "--num-slots=4",
+                "--pool-dtype=e5m2",
+                "--k-descale=1",
+                "--v-descale=1e39",
+            ],
+            "--v-descale inf, expected finite",
+        ),
+        (&["--num-slots=4", "--v-descale=1"], "Unexpected v_descale"),
+        (
+            &["--num-slots=4", "--pool-layout=hnd", "--page-size=0"],
+            "the page size is 0, expected at least 1",
+        ),
+        (
+            &["--num-slots=18446744073709551615", "--pool-layout=hnd"],
+            "18446744073709551615 slots in pages of 16 are more than 64 bits can count",
+        ),
     ] {
-        let error = fail(os(&["synth", "--tokens", "3", flag, "-o"], &path));
+        let mut arguments = vec!["synth", "--tokens", "3"];
+        arguments.extend(flags);
+        arguments.push("-o");
+        let error = fail(os(&arguments, &path));
         assert!(error.contains(expected), "{error}");
     }
     assert!(!path.exists());
+}
+
+/// Slots in use of a pool that holds more.
+#[test]
+fn a_pool_of_the_file_may_be_used_in_part() {
+    let (_folder, path) = pool_file(&["--pool-dtype", "f32"]);
+    let mut file = File::read(&path);
+    let slots = [0i64, 5, 11, 3, -1, 7, 2];
+    let range = file.range("slots");
+    let bytes: Vec<u8> = slots.iter().flat_map(|slot| slot.to_le_bytes()).collect();
+    file.data[range].copy_from_slice(&bytes);
+    file.write(&path);
+    let run = |num_slots| {
+        let flags = ["run", "--backend", "cpu", "--num-slots", num_slots];
+        fused_kv(os(&flags, &path))
+    };
+    assert_eq!(run("12").status.code(), Some(0));
+    let error = refused(&run("11"));
+    assert!(
+        error.contains("slots[2] is 11, expected slot < 11"),
+        "{error}"
+    );
+    let error = refused(&run("21"));
+    assert!(
+        error.contains("--num-slots 21 contradicts slots=20 in the file's pool"),
+        "{error}"
+    );
+}
+
+/// A reference that cannot be one.
+#[test]
+fn references_are_like_the_pool() {
+    let (_folder, path) = pool_file(&["--pool-dtype", "f16"]);
+    let bytes = 2 * 20 * 2 * 16 * 2;
+    for (dtype, shape, found) in [
+        ("BF16", [2, 20, 2, 16], "(2, 20, 2, 16) bfloat16"),
+        ("F16", [2, 10, 4, 16], "(2, 10, 4, 16) float16"),
+    ] {
+        for tensor in ["k_pool_out", "v_pool_out"] {
+            let mut file = File::read(&path);
+            file.remove(tensor);
+            file.add(tensor, dtype, &shape, &vec![0; bytes]);
+            let changed = path.with_extension("changed");
+            file.write(&changed);
+            let output = path.with_extension("out");
+            let mut arguments = os(&["run", "--backend", "cpu", "--verify"], &changed);
+            arguments.extend(["-o".as_ref(), output.as_os_str()]);
+            let error = fail(arguments);
+            let expected =
+                format!("{tensor} is {found}, expected (2, 20, 2, 16) float16, like the result");
+            assert!(error.contains(&expected), "{error}");
+            assert!(!output.exists());
+            succeed(os(&["run", "--backend", "cpu"], &changed));
+        }
+    }
+}
+
+/// V has one rounding, so that a neighbour is a fault; K may be one code away.
+#[test]
+fn converted_values_are_compared_exactly() {
+    for (flags, allowed_for_k) in [
+        (&["--pool-dtype", "f16"][..], true),
+        (
+            &["--pool-dtype=e4m3fn", "--k-descale=0.5", "--v-descale=0.5"],
+            true,
+        ),
+        // All of it saturates, which an infinity is no neighbour of.
+        (
+            &["--pool-dtype=e5m2", "--k-descale=1e-9", "--v-descale=1e-9"],
+            false,
+        ),
+    ] {
+        for (tensor, allowed) in [("k_pool_out", allowed_for_k), ("v_pool_out", false)] {
+            let (_folder, path) = pool_file(flags);
+            let mut file = File::read(&path);
+            let range = file.range(tensor);
+            let size = range.len() / (2 * 20 * 2 * 16);
+            let mut changed = 0;
+            for element in file.data[range].chunks_mut(size) {
+                // Rows that were written, without a carry.
+                if element.iter().any(|byte| *byte != 0x2a) && element[0] != 0xff {
+                    element[0] += 1;
+                    changed += 1;
+                }
+            }
+            assert!(changed > 6 * 2 * 2 * 16, "{changed}");
+            file.write(&path);
+            let output = fused_kv(os(
+                &["run", "--backend", "cpu", "--verify", "--json"],
+                &path,
+            ));
+            assert_eq!(
+                output.status.code(),
+                Some(if allowed { 0 } else { 1 }),
+                "{tensor} {flags:?} {}",
+                text(&output.stdout)
+            );
+            let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+            assert_eq!(report["verify"][tensor]["differing"], changed);
+            let beyond = report["verify"][tensor]["beyond_contract"].clone();
+            assert_eq!(beyond, if allowed { 0 } else { changed });
+        }
+    }
+}
+
+/// Memory that ends while a pool is made is a refusal like any other.
+#[cfg(target_os = "linux")]
+#[test]
+fn memory_for_half_a_pool() {
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("x.safetensors");
+    let (_slots_folder, slots) = pool_file(&[]);
+    let mut file = File::read(&slots);
+    for tensor in ["k_pool", "v_pool", "k_pool_out", "v_pool_out"] {
+        file.remove(tensor);
+    }
+    file.write(&slots);
+    let path = path.to_str().expect("UTF-8");
+    let slots = slots.to_str().expect("UTF-8");
+    // 768 MiB each for K and V of 1200 MiB.
+    for arguments in [
+        &[
+            "synth",
+            "--tokens=1",
+            "--layers=2",
+            "--heads=2",
+            "--head-dim=16",
+            "--num-slots=6291456",
+            "-o",
+            path,
+        ][..],
+        &["run", "--backend=cpu", "--num-slots=6291456", slots],
+    ] {
+        let output = Command::new("bash")
+            .args(["-c", "ulimit -v 1228800; exec \"$0\" \"$@\""])
+            .arg(binary())
+            .args(arguments)
+            .env("RAYON_NUM_THREADS", "1")
+            .output()
+            .expect("bash");
+        let error = refused(&output);
+        assert!(
+            error.contains("not enough memory: 805306368 bytes needed"),
+            "{error}"
+        );
+    }
 }
 
 #[cfg(feature = "cuda")]

@@ -49,6 +49,7 @@ impl Flags {
                     path: path.to_owned(),
                     key: "norm_weight",
                     found: "plain".to_owned(),
+                    place: "metadata",
                     flag: "--offset-weights",
                     given: "(effective weight 1 + w)".to_owned(),
                 });
@@ -120,6 +121,7 @@ pub(super) fn resolve<T: PartialEq + Display>(
             path: path.to_owned(),
             key,
             found: found.to_string(),
+            place: "metadata",
             flag,
             given: given.to_string(),
         }),

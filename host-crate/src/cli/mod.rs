@@ -103,14 +103,25 @@ enum CliError {
         flag: &'static str,
     },
     #[error(
-        "{}: {flag} {given} contradicts {key}={found} in the file's metadata", path.display()
+        "{}: {flag} {given} contradicts {key}={found} in the file's {place}", path.display()
     )]
     Contradiction {
         path: PathBuf,
         key: &'static str,
         found: String,
+        place: &'static str,
         flag: &'static str,
         given: String,
+    },
+    #[error(
+        "{}: {tensor} is {found}, expected {expected}, like the result that it is compared with",
+        path.display()
+    )]
+    Reference {
+        path: PathBuf,
+        tensor: &'static str,
+        found: String,
+        expected: String,
     },
     #[error(
         "{}: --verify needs {} or {} in the file, it has neither",

@@ -104,7 +104,7 @@ impl From<Layout> for PoolLayout {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "KV pool")]
 pub(crate) struct PoolFlags {
-    /// Slots of the pool, rounded up to whole pages
+    /// Slots of a pool that is made, rounded up to whole pages; slots in use of a pool in the file
     #[arg(long, value_name = "N")]
     pub(crate) num_slots: Option<usize>,
     /// Element type of the pool [default: that of kv]
@@ -152,14 +152,19 @@ impl PoolFlags {
                     "--page-size {size} needs --pool-layout paged-nhd or hnd"
                 )));
             }
-            (_, Some(0)) => return Err(CliError::Usage("--page-size 0".to_owned())),
+            (_, Some(0)) => {
+                let text = "the page size is 0, expected at least 1".to_owned();
+                return Err(CliError::Usage(text));
+            }
             (_, size) => size.unwrap_or(16),
         };
         let dtype = self.pool_dtype.map_or(job.kv.dtype, DType::from);
         let layers = job.kv.shape.get(1).copied().unwrap_or(0);
         let pages = slots.div_ceil(page);
         if pages.checked_mul(page).is_none() {
-            return Err(CliError::Usage(format!("--page-size {page} is too large")));
+            return Err(CliError::Usage(format!(
+                "{slots} slots in pages of {page} are more than 64 bits can count"
+            )));
         }
         let (heads, dim) = (job.config.num_kv_heads, job.config.head_dim);
         Ok(HostTensor::zeros(
@@ -189,7 +194,7 @@ impl PoolFlags {
         let layout = self.pool_layout.unwrap_or(Layout::Nhd);
         let mut k = self.zeros(layout, num_slots, job)?;
         k.bytes.fill(0x2a);
-        let v = k.clone();
+        let v = k.try_clone()?;
         // The first `tokens` places of a shuffle; the reserved slot may be among them.
         let mut order: Vec<i64> = (0..num_slots as i64).collect();
         for place in 0..tokens {
@@ -213,6 +218,7 @@ impl PoolFlags {
         };
         Ok(Some(PoolJob {
             layout,
+            num_slots: None,
             reserved_slot: self.reserved_slot,
             k: Some(k),
             v: Some(v),
@@ -227,6 +233,8 @@ impl PoolFlags {
 #[derive(Debug)]
 pub(crate) struct PoolJob {
     pub(crate) layout: Layout,
+    /// Slots in use, where those are not all.
+    pub(crate) num_slots: Option<usize>,
     pub(crate) reserved_slot: Option<usize>,
     pub(crate) k: Option<HostTensor>,
     pub(crate) v: Option<HostTensor>,
@@ -341,7 +349,8 @@ impl PoolJob {
             &flags.v_descale,
         )?;
 
-        if k.is_none() && v.is_none() {
+        let made = k.is_none() && v.is_none();
+        if made {
             let flags = &PoolFlags {
                 page_size: match (page_size, flags.page_size) {
                     (None, None) => None,
@@ -366,11 +375,12 @@ impl PoolJob {
                     )));
                 }
             };
-            let zeros = flags.zeros(layout, num_slots, job)?;
-            (k, v) = (Some(zeros.clone()), Some(zeros));
+            k = Some(flags.zeros(layout, num_slots, job)?);
+            v = Some(flags.zeros(layout, num_slots, job)?);
         }
         let pool = Self {
             layout,
+            num_slots: flags.num_slots.filter(|_| !made),
             reserved_slot,
             k,
             v,
@@ -396,6 +406,7 @@ impl PoolJob {
             path: path.to_owned(),
             key,
             found,
+            place: "pool",
             flag,
             given,
         };
@@ -403,12 +414,7 @@ impl PoolJob {
             && given != pool.dtype
         {
             let (found, given) = (pool.dtype.to_string(), given.to_string());
-            return Err(contradiction(
-                "the pool's dtype",
-                found,
-                "--pool-dtype",
-                given,
-            ));
+            return Err(contradiction("dtype", found, "--pool-dtype", given));
         }
         // Tensors of another rank are refused when the plan is made.
         let Some((page, slots)) = self.pages(pool) else {
@@ -422,19 +428,14 @@ impl PoolJob {
                 && given != page
             {
                 let (found, given) = (page.to_string(), given.to_string());
-                return Err(contradiction("the pool's page size", found, flag, given));
+                return Err(contradiction("page_size", found, flag, given));
             }
         }
         if let Some(given) = flags.num_slots
             && given > slots
         {
             let (found, given) = (slots.to_string(), given.to_string());
-            return Err(contradiction(
-                "the pool's slots",
-                found,
-                "--num-slots",
-                given,
-            ));
+            return Err(contradiction("slots", found, "--num-slots", given));
         }
         Ok(())
     }
@@ -453,28 +454,15 @@ impl PoolJob {
         Some((page, pages.saturating_mul(page)))
     }
 
-    /// The tensors that are written.
-    pub(crate) fn outputs(&self) -> impl Iterator<Item = (&'static str, &HostTensor)> {
-        [("k_pool", &self.k), ("v_pool", &self.v)]
-            .into_iter()
-            .filter_map(|(name, tensor)| Some((name, tensor.as_ref()?)))
-    }
-
-    /// Everything that a file of this job needs besides the job's own tensors.
-    pub(crate) fn tensors(&self) -> Vec<(&'static str, HostTensor)> {
-        let mut tensors = vec![("slots", self.slots.clone())];
-        tensors.extend(self.outputs().map(|(name, tensor)| (name, tensor.clone())));
-        for (name, values) in [
+    /// The descales as tensors of a file.
+    pub(crate) fn descales(&self) -> Vec<(&'static str, HostTensor)> {
+        [
             ("k_descale", &self.k_descale),
             ("v_descale", &self.v_descale),
-        ] {
-            tensors.extend(
-                values
-                    .as_deref()
-                    .map(|values| (name, super::synth::floats(values))),
-            );
-        }
-        tensors
+        ]
+        .into_iter()
+        .filter_map(|(name, values)| Some((name, super::synth::floats(values.as_deref()?))))
+        .collect()
     }
 
     /// The metadata that describes this pool.
@@ -501,6 +489,7 @@ impl PoolJob {
         PoolTarget {
             k: k.map(Into::into),
             v: v.map(Into::into),
+            num_slots: self.num_slots,
             reserved_slot: self.reserved_slot,
             k_descale: self.k_descale.clone(),
             v_descale: self.v_descale.clone(),
@@ -515,7 +504,7 @@ impl PoolJob {
             .k
             .as_ref()
             .and_then(|pool| self.pages(pool))
-            .map_or(0, |(_, n)| n);
+            .map_or(0, |(_, n)| self.num_slots.unwrap_or(n).min(n));
         let table_rows = job.cos_sin_cache.shape.first().copied().unwrap_or(0);
         let mut writers = BTreeMap::new();
         for token in 0..job.kv.shape.first().copied().unwrap_or(0) {

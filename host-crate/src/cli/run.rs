@@ -67,16 +67,24 @@ pub(crate) enum Target {
 }
 
 impl Target {
+    /// K and V; a pool may lack one until a plan refuses it.
+    fn halves(&self) -> [Option<&HostTensor>; 2] {
+        match self {
+            Self::Dense { k, v } => [Some(k), Some(v)],
+            Self::Pool(pool) => [pool.k.as_ref(), pool.v.as_ref()],
+        }
+    }
+
     /// The tensors that are written, by the names that they have in a file of results.
     pub(crate) fn outputs(&self) -> impl Iterator<Item = (&'static str, &HostTensor)> {
-        let (dense, pool) = match self {
-            Self::Dense { k, v } => (Some([("k_out", k), ("v_out", v)]), None),
-            Self::Pool(pool) => (None, Some(pool.outputs())),
+        let names = match self {
+            Self::Dense { .. } => ["k_out", "v_out"],
+            Self::Pool(_) => ["k_pool", "v_pool"],
         };
-        dense
+        names
             .into_iter()
-            .flatten()
-            .chain(pool.into_iter().flatten())
+            .zip(self.halves())
+            .filter_map(|(name, tensor)| Some((name, tensor?)))
     }
 
     /// What results are called in a file that has them for comparison.
@@ -477,6 +485,22 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
     };
     let (ran, mut times) = execute(options, &job, &mut target)?;
     times.sort_unstable();
+    if options.verify {
+        // What the reference is of is fine: the plan has seen it.
+        let references = [&k_reference, &v_reference];
+        for ((tensor, found), expected) in names.into_iter().zip(references).zip(target.halves()) {
+            if let (Some(found), Some(expected)) = (found, expected)
+                && (found.dtype, &found.shape) != (expected.dtype, &expected.shape)
+            {
+                return Err(CliError::Reference {
+                    path: path.clone(),
+                    tensor,
+                    found: found.describe(),
+                    expected: expected.describe(),
+                });
+            }
+        }
+    }
 
     let verify = options.verify.then(|| {
         let references = [k_reference.as_ref(), v_reference.as_ref()];

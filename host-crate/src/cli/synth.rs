@@ -164,7 +164,9 @@ pub(super) fn floats(values: &[f32]) -> HostTensor {
 /// One value for each of `layers`, from one for all or one for each.
 pub(super) fn per_layer(flag: &str, given: &[f32], layers: usize) -> Result<Vec<f32>, CliError> {
     if let Some(value) = given.iter().find(|value| !value.is_finite()) {
-        return Err(CliError::Usage(format!("{flag} {value} is not finite")));
+        return Err(CliError::Usage(format!(
+            "{flag} {value}, expected finite numbers of 32 bits"
+        )));
     }
     match given {
         [one] => Ok(vec![*one; layers]),
@@ -354,28 +356,44 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
     let job = generate(options)?;
     let mut slots = stream(options.seed, Stream::Slots, 0);
     let pool = options.pool.generate(&job, || slots.next_u64())?;
-    let mut tensors: Vec<(&'static str, HostTensor)> = job
-        .tensors()
-        .into_iter()
-        .map(|(name, tensor)| (name, tensor.clone()))
-        .collect();
     let mut metadata = geometry::metadata(&job.config);
-    if let Some(pool) = &pool {
-        tensors.extend(pool.tensors());
-        metadata = pool.metadata(&job);
+    let mut target = match pool {
+        Some(pool) => Some(Target::Pool(pool)),
+        None if options.with_output => Some(Target::Dense {
+            k: job.output()?,
+            v: job.output()?,
+        }),
+        None => None,
+    };
+    let mut extra = Vec::new();
+    if let Some(target) = &mut target {
+        if let Target::Pool(pool) = &*target {
+            metadata = pool.metadata(&job);
+            extra = pool.descales();
+            if options.with_output {
+                for (name, before) in target.outputs() {
+                    extra.push((name, before.try_clone()?));
+                }
+            }
+        }
+        // Without a run as well: the plan refuses what no job could use.
+        job.run_on_cpu(&options.output, target, u32::from(options.with_output))?;
     }
-    if options.with_output {
-        let mut target = match pool {
-            None => Target::Dense {
-                k: job.output()?,
-                v: job.output()?,
-            },
-            Some(pool) => Target::Pool(pool),
-        };
-        job.run_on_cpu(&options.output, &mut target, 1)?;
-        let names = target.reference_names();
-        let results = target.outputs().map(|(_, tensor)| tensor.clone());
-        tensors.extend(names.into_iter().zip(results));
+    let mut tensors = job.tensors();
+    tensors.extend(extra.iter().map(|(name, tensor)| (*name, tensor)));
+    if let Some(target) = &target {
+        if let Target::Pool(pool) = target {
+            tensors.push(("slots", &pool.slots));
+        }
+        let references = target.reference_names();
+        tensors.extend(target.outputs().enumerate().map(|(half, (name, tensor))| {
+            let name = if options.with_output {
+                references[half]
+            } else {
+                name
+            };
+            (name, tensor)
+        }));
     }
     // Wide elements first: each tensor then starts at a multiple of its element size.
     tensors.sort_by_key(|(_, tensor)| std::cmp::Reverse(tensor.dtype.size()));
@@ -386,10 +404,6 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
         .map(|(_, tensor)| tensor.bytes.len() as u64)
         .sum();
     let progress = Progress::bytes("writing", bytes);
-    let tensors: Vec<(&'static str, &HostTensor)> = tensors
-        .iter()
-        .map(|(name, tensor)| (*name, tensor))
-        .collect();
     destination.write(&tensors, &metadata, &|bytes| progress.advance(bytes))?;
     destination.commit()?;
     drop(progress);

@@ -55,6 +55,8 @@ struct Format {
     mantissa_bits: u32,
     /// No infinities; only the code with all bits set is NaN (`e4m3fn`).
     finite_only: bool,
+    /// Results beyond the largest finite value become that value (8-bit formats).
+    saturates: bool,
 }
 
 impl Format {
@@ -72,6 +74,7 @@ impl Format {
             exponent_bits,
             mantissa_bits,
             finite_only: dtype == DType::F8E4M3Fn,
+            saturates: dtype.size() == 1,
         })
     }
 
@@ -142,6 +145,8 @@ fn pow2(exponent: i32) -> f64 {
 enum Allowance {
     /// Nothing: the bits are the same.
     Bits,
+    /// Nothing, but NaN equals NaN.
+    BitsOrNan,
     /// One unit in the last place (at the larger magnitude) and this much more.
     OneUlpAnd(f64),
 }
@@ -152,32 +157,30 @@ fn compare(format: Format, ours: u32, theirs: u32, allowance: Allowance) -> Dist
         elements: 1,
         ..Distance::default()
     };
-    let Allowance::OneUlpAnd(more) = allowance else {
-        let differs = u64::from(ours != theirs);
-        let nans = a.is_nan() || b.is_nan();
-        return Distance {
-            differing: differs,
-            beyond_contract: differs,
-            max_ulp: if nans { 0 } else { ulps(format, ours, theirs) },
-            nan_mismatches: u64::from(a.is_nan() != b.is_nan()),
-            ..distance
-        };
-    };
     if a.is_nan() || b.is_nan() {
-        let mismatch = u64::from(a.is_nan() != b.is_nan());
+        let mismatch = a.is_nan() != b.is_nan();
+        let differs = match allowance {
+            Allowance::Bits => ours != theirs,
+            _ => mismatch,
+        };
         return Distance {
-            differing: mismatch,
-            beyond_contract: mismatch,
-            nan_mismatches: mismatch,
+            differing: u64::from(differs),
+            beyond_contract: u64::from(differs),
+            nan_mismatches: u64::from(mismatch),
             ..distance
         };
     }
-    let max_ulp = ulps(format, ours, theirs);
-    // Neighbours are fine without a look at the bound: this covers an infinity beside the largest
-    // finite number as well.
-    let within = max_ulp <= 1 || {
-        let magnitude = a.abs().max(b.abs());
-        magnitude.is_finite() && (a - b).abs() <= format.ulp(magnitude) + more
+    let max_ulp = format.ordinal(ours).abs_diff(format.ordinal(theirs));
+    let within = match allowance {
+        Allowance::Bits | Allowance::BitsOrNan => ours == theirs,
+        // An infinity is never what a format that saturates should hold.
+        _ if format.saturates && a.is_infinite() != b.is_infinite() => false,
+        // Neighbours are fine without a look at the bound: this covers an infinity beside the
+        // largest finite number as well.
+        Allowance::OneUlpAnd(more) => {
+            let magnitude = a.abs().max(b.abs());
+            max_ulp <= 1 || magnitude.is_finite() && (a - b).abs() <= format.ulp(magnitude) + more
+        }
     };
     Distance {
         differing: u64::from(ours != theirs),
@@ -185,10 +188,6 @@ fn compare(format: Format, ours: u32, theirs: u32, allowance: Allowance) -> Dist
         max_ulp,
         ..distance
     }
-}
-
-fn ulps(format: Format, ours: u32, theirs: u32) -> u64 {
-    format.ordinal(ours).abs_diff(format.ordinal(theirs))
 }
 
 /// Splits `[L, T, H, D]` outputs into rows and adds up what `row` finds; `row` gets layer, token,
@@ -339,8 +338,9 @@ fn compare_row(
 }
 
 /// One half of a pool against a reference of the whole half: rows that the job wrote as [`k`] and
-/// [`v`] have it, with the bound of K divided as K is; every other byte is the same. `None` when
-/// shapes or dtypes do not fit each other.
+/// [`v`] have it, with the bound of K divided as K is, and V that is converted without a value
+/// scale the same (its one rounding is determined; NaN equals NaN); every other byte is the same.
+/// `None` when shapes or dtypes do not fit each other.
 pub(crate) fn pool(
     job: &Job,
     pool: &PoolJob,
@@ -355,8 +355,12 @@ pub(crate) fn pool(
     }
     let (heads, head_dim) = (job.config.num_kv_heads, job.config.head_dim);
     let writers = pool.writers(job);
-    let copied = job.value_scale.is_none() && ours.dtype == job.kv.dtype;
-    let rows: Vec<(usize, [usize; 3])> = writers
+    let v_allowance = match &job.value_scale {
+        Some(_) => Allowance::OneUlpAnd(0.0),
+        None if ours.dtype == job.kv.dtype => Allowance::Bits,
+        None => Allowance::BitsOrNan,
+    };
+    let mut rows: Vec<(usize, [usize; 3])> = writers
         .iter()
         .flat_map(|(&slot, &token)| {
             (0..bounds.layers)
@@ -364,10 +368,8 @@ pub(crate) fn pool(
         })
         .map(|(slot, row)| (pool.row(ours, row[0], slot, row[2]), row))
         .collect();
-    let bytes = |tensor: &HostTensor, first: usize| -> std::ops::Range<usize> {
-        let size = tensor.dtype.size();
-        first * size..(first + head_dim) * size
-    };
+    rows.par_sort_unstable_by_key(|&(first, _)| first);
+    let size = format.size;
     let written = rows
         .par_iter()
         .map(|&(first, [layer, token, head])| {
@@ -375,36 +377,32 @@ pub(crate) fn pool(
                 .k_descale
                 .as_deref()
                 .map_or(1.0, |k| f64::from(k[layer]));
-            let bound = match is_k {
-                true => bounds.row(layer, token, head).unwrap_or_default(),
-                false => vec![0.0; head_dim],
-            };
-            let allowances = bound.into_iter().map(|bound| match (is_k, copied) {
-                (false, true) => Allowance::Bits,
-                _ => Allowance::OneUlpAnd(ARITHMETIC_BOUND * bound / descale),
-            });
-            let range = bytes(ours, first);
-            compare_row(
-                format,
-                &ours.bytes[range.clone()],
-                &theirs.bytes[range],
-                allowances,
-            )
+            let range = first * size..(first + head_dim) * size;
+            let (ours, theirs) = (&ours.bytes[range.clone()], &theirs.bytes[range]);
+            if !is_k {
+                let allowances = std::iter::repeat_n(v_allowance, head_dim);
+                return compare_row(format, ours, theirs, allowances);
+            }
+            let bound = bounds.row(layer, token, head).unwrap_or_default();
+            let allowances = bound
+                .into_iter()
+                .map(|bound| Allowance::OneUlpAnd(ARITHMETIC_BOUND * bound / descale));
+            compare_row(format, ours, theirs, allowances)
         })
         .reduce(Distance::default, Distance::merge);
-    // With those rows made the same, nothing else differs.
-    let mut rest = theirs.bytes.clone();
-    for &(first, _) in &rows {
-        let range = bytes(ours, first);
-        rest[range.clone()].copy_from_slice(&ours.bytes[range]);
-    }
-    let size = format.size;
-    let untouched = ours
-        .bytes
-        .par_chunks_exact(size)
-        .zip(rest.par_chunks_exact(size))
+    // Nothing differs between those rows.
+    let ends = rows.iter().map(|&(first, _)| (first + head_dim) * size);
+    let starts = rows.iter().map(|&(first, _)| first * size);
+    let untouched: u64 = std::iter::once(0)
+        .chain(ends)
+        .zip(starts.chain([ours.bytes.len()]))
+        .map(|(from, to)| (&ours.bytes[from..to], &theirs.bytes[from..to]))
         .filter(|(ours, theirs)| ours != theirs)
-        .count() as u64;
+        .map(|(ours, theirs)| {
+            let pairs = ours.chunks_exact(size).zip(theirs.chunks_exact(size));
+            pairs.filter(|(ours, theirs)| ours != theirs).count() as u64
+        })
+        .sum();
     Some(Distance {
         elements: (ours.bytes.len() / size) as u64,
         differing: written.differing + untouched,

@@ -14,7 +14,7 @@ pub(crate) use read::InputFile;
 pub(crate) use write::OutputFile;
 
 /// A contiguous tensor in host memory.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct HostTensor {
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
@@ -34,6 +34,13 @@ impl HostTensor {
             shape: shape.to_vec(),
             bytes: zeroed(len)?,
         })
+    }
+
+    /// A copy; refused as [`HostTensor::zeros`] is.
+    pub(crate) fn try_clone(&self) -> Result<Self, TooMuchMemory> {
+        let mut copy = Self::zeros(self.dtype, &self.shape)?;
+        copy.bytes.copy_from_slice(&self.bytes);
+        Ok(copy)
     }
 
     pub(crate) fn elements(&self) -> usize {
