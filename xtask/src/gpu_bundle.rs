@@ -286,25 +286,32 @@ mod tests {
                 echo >> "$CUDA_PATH/calls"
                 [ "$(wc -l < "$CUDA_PATH/calls")" -gt "$TOOL_FAILURES" ] && exit 0
                 echo "test many_threads ... ========= Internal Sanitizer Error: lost a launch"
-                echo "========="
+                echo "=========     Saved host backtrace up to driver entry point"
                 echo "$BESIDE_IT"
                 echo "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
-                exit 9 ;;
+                exit "$TOOL_STATUS" ;;
             esac"#,
         );
-        let run = |status: &str, tool_failures: &str, beside_it: &str| {
+        let run_with = |status: &str, tool_failures: &str, tool_status: &str, beside_it: &str| {
             let _ = std::fs::remove_file(path("cuda/calls"));
             let output = Command::new("bash")
                 .arg(path("run.sh"))
                 .arg("memcheck")
                 .env("CUDA_PATH", path("cuda"))
                 .envs([("PARTS", "2"), ("JOBS", "2"), ("SOAK_STATUS", status)])
-                .envs([("TOOL_FAILURES", tool_failures), ("BESIDE_IT", beside_it)])
+                .envs([
+                    ("TOOL_FAILURES", tool_failures),
+                    ("TOOL_STATUS", tool_status),
+                ])
+                .env("BESIDE_IT", beside_it)
                 .env("SANITIZER_OPTIONS", "--leak-check full")
                 .output()
                 .unwrap();
             let text = String::from_utf8(output.stdout).unwrap();
             (output.status.code(), text)
+        };
+        let run = |status: &str, tool_failures: &str, beside_it: &str| {
+            run_with(status, tool_failures, "9", beside_it)
         };
         let (status, text) = run("0", "0", "");
         assert_eq!(status, Some(0), "{text}");
@@ -340,6 +347,15 @@ mod tests {
         assert_eq!(status, Some(1), "{text}");
         assert_eq!(text.matches(failed).count(), 4, "{text}");
         assert!(text.contains("memcheck: 5 runs, 1 not clean"), "{text}");
+        // Whatever its exit status is.
+        let (status, text) = run_with("0", "1", "0", "");
+        assert_eq!(status, Some(0), "{text}");
+        assert_eq!(
+            text.matches("THE TOOL FAILED (exit 0)").count(),
+            1,
+            "{text}"
+        );
+        assert!(text.contains("ok memcheck gpu many_threads 1/1"), "{text}");
         // Never when it found something as well, or when the test did not pass.
         for beside_it in ["========= Error: Race reported", "test result: FAILED"] {
             let (status, text) = run("0", "1", beside_it);
