@@ -492,10 +492,10 @@ pub enum Error {
         limit: u64,
     },
 
-    /// Memory for an output could not be had.
+    /// Memory could not be had.
     #[error("Out of memory in fused KV materialization: {argument} needs {bytes} bytes.")]
     OutOfMemory {
-        /// The output that the plan was to allocate.
+        /// What the memory was for: an output that the plan was to allocate, a list to read.
         argument: Argument,
         /// Its size in bytes.
         bytes: usize,

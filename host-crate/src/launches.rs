@@ -232,7 +232,8 @@ pub(crate) fn launches(
             params.num_slots = pool.num_slots as i64;
             params.reserved_slot = pool.reserved_slot;
             if pool.page_size.is_power_of_two() {
-                params.page_shift = pool.page_size.trailing_zeros();
+                // (A pool without pages may name pages of 2^63.)
+                params.page_shift = pool.page_size.trailing_zeros().min(62);
             } else {
                 // Validation bounds such page sizes.
                 params.page_shift = u32::MAX;

@@ -252,6 +252,10 @@ impl<'a> Plan<'a> {
     /// Enqueues the job to the caller's stream: allocates nothing, does not wait, and can be
     /// captured into a graph. On the CPU this is [`Plan::run`]; the stream is not looked at.
     ///
+    /// Nor does dropping the plan wait. Until the stream has come to this work ([`Plan::check`] waits
+    /// for that), work on other streams should leave its tensors alone, and memory of a stream-ordered
+    /// allocator should be freed on this stream.
+    ///
     /// # Errors
     ///
     /// As [`Plan::run`].

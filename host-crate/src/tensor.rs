@@ -279,7 +279,8 @@ macro_rules! view {
             ///
             /// `address` is that of element `[0, 0, ...]`; strides are in elements. With the
             /// feature `cuda`, a plan asks the driver what the memory behind the address really
-            /// is, and believes the driver rather than `device`.
+            /// is, and believes the driver rather than `device`; only managed memory, which host
+            /// and device share, is where `device` says.
             ///
             /// # Safety
             ///
@@ -450,12 +451,11 @@ impl<'a> TensorViewMut<'a> {
     /// place (parts that are written have memory of their own), or when there is no memory for so
     /// many views.
     pub fn unbind(self, axis: usize) -> Result<Vec<Self>, Error> {
-        let parts = self.parts(axis).map_err(Error::View)?;
-        if is_injective(&self.raw).map_err(Error::View)? {
-            Ok(parts)
-        } else {
-            Err(Error::View(ViewError::SharedElements))
+        let axes = 0..self.shape().len();
+        if axes.contains(&axis) && !is_injective(&self.raw).map_err(Error::View)? {
+            return Err(Error::View(ViewError::SharedElements));
         }
+        self.parts(axis).map_err(Error::View)
     }
 
     /// A second view of the same memory for a shorter time.

@@ -1223,19 +1223,41 @@ fn memory_for_half_a_pool() {
         ][..],
         &["run", "--backend=cpu", "--num-slots=6291456", slots],
     ] {
-        let output = Command::new("bash")
-            .args(["-c", "ulimit -v 1228800; exec \"$0\" \"$@\""])
-            .arg(binary())
-            .args(arguments)
-            .env("RAYON_NUM_THREADS", "1")
-            .output()
-            .expect("bash");
-        let error = refused(&output);
+        let error = refused(&within_mebibytes(1200, arguments));
         assert!(
             error.contains("not enough memory: 805306368 bytes needed"),
             "{error}"
         );
     }
+    // 60 MB each for K and V of very many slots, and not much more.
+    let arguments = [
+        "synth",
+        "--tokens=1",
+        "--layers=1",
+        "--heads=1",
+        "--head-dim=2",
+        "--pool-dtype=e4m3fn",
+        "--k-descale=1",
+        "--v-descale=1",
+        "--num-slots=30000000",
+        "-o",
+        path,
+    ];
+    let output = within_mebibytes(320, &arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+}
+
+/// Runs the program in an address space of this size.
+#[cfg(target_os = "linux")]
+fn within_mebibytes(size: usize, arguments: &[&str]) -> Output {
+    Command::new("bash")
+        .args(["-c", "ulimit -v $0; exec \"$@\""])
+        .arg((size << 10).to_string())
+        .arg(binary())
+        .args(arguments)
+        .env("RAYON_NUM_THREADS", "1")
+        .output()
+        .expect("bash")
 }
 
 #[cfg(feature = "cuda")]

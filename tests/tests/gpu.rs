@@ -664,7 +664,7 @@ mod gpu {
     }
 
     fn run_on_buffers_of_cust() {
-        use cust::memory::{CopyDestination, DeviceBuffer};
+        use cust::memory::{CopyDestination, DeviceBuffer, UnifiedBuffer};
         let golden = golden::load("square");
         let case = &golden.case;
         let words = |tensor: &Tensor| -> DeviceBuffer<u16> {
@@ -715,6 +715,41 @@ mod gpu {
         k.copy_to(&mut found).expect("a copy");
         let expected = Runner::Cpu.run(case).expect("a valid case").k.bits();
         assert!(found.iter().map(|&bits| u32::from(bits)).eq(expected));
+
+        // No tokens: the buffers have no address.
+        let (no_kv, no_positions) = (
+            DeviceBuffer::<u16>::from_slice(&[]).expect("no memory"),
+            DeviceBuffer::<i64>::from_slice(&[]).expect("no memory"),
+        );
+        let kv_shape = [0, case.kv.shape[1], case.kv.shape[2]];
+        let empty = Inputs {
+            kv: TensorView::from_device_slice(&no_kv, DType::Bf16, &kv_shape).expect("a view"),
+            positions: TensorView::from_device_slice(&no_positions, DType::I64, &[0])
+                .expect("a view"),
+            ..inputs
+        };
+        let mut plan = Plan::new(case.config, empty, Outputs::default()).expect("a valid job");
+        plan.run().expect("nothing to launch");
+        plan.check().expect("no positions");
+        let (k, _) = plan.into_outputs();
+        assert_eq!(k.expect("allocated").shape()[1], 0);
+
+        // Managed memory that is borrowed as the host's: a launch would write it after the borrow.
+        let mut managed = UnifiedBuffer::new(&0u8, 2 * count).expect("managed memory");
+        let k = TensorViewMut::from_bytes(&mut managed, DType::Bf16, &shape).expect("a view");
+        let outputs = Outputs {
+            k: Output::Into(k),
+            v: Output::Allocate,
+        };
+        let refused = Plan::new(case.config, inputs, outputs).map(drop);
+        let expected = Error::DeviceDtype {
+            argument: Argument::KOut,
+            device: Device::Cpu,
+            dtype: DType::Bf16,
+            expected_device: Device::Cuda(0),
+            expected_dtype: DType::Bf16,
+        };
+        assert_eq!(refused.expect_err("memory of the host"), expected);
     }
 
     /// CASES 35 and 40: one call captured, every temporary dropped, replayed over new contents,

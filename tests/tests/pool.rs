@@ -119,6 +119,35 @@ fn empty_jobs_and_pools() {
         cpu(&spec.build());
         check_dispatches(&spec.build(), &few_dispatches(), Runner::Emulated);
     }
+
+    // No pages, of the largest size that 64 bits can count.
+    let case = Spec {
+        tokens: 1,
+        layers: 1,
+        ..Spec::default()
+    }
+    .build();
+    let shape = [
+        1,
+        0,
+        1 << 63,
+        case.config.num_kv_heads,
+        case.config.head_dim,
+    ];
+    let strides = [0, 0, 0, case.config.head_dim as isize, 1];
+    let half =
+        || TensorViewMut::from_strided::<bf16>(&mut [], 0, &shape, &strides).expect("a view");
+    let slots = TensorView::from_slice(&[0i64], &[1]).expect("slots");
+    let pool = PoolTarget::paged_nhd(half(), half(), slots);
+    let mut plan = Plan::paged(case.config, inputs(&case), pool).expect("a valid job");
+    for emulated in [false, true] {
+        match emulated {
+            false => plan.run(),
+            true => plan.run_emulated(fused_kv::Dispatch::default()),
+        }
+        .expect("a run");
+        assert!(matches!(plan.check(), Err(Error::SlotOutOfRange { .. })));
+    }
 }
 
 /// 2 (tokenspeed PR 748): a slot times the row stride past 2^31: the last slot of a pool of 2^21

@@ -1,6 +1,6 @@
 //! KV pools of the program: from a file, or made by flags.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use clap::{Args, ValueEnum};
@@ -195,18 +195,21 @@ impl PoolFlags {
         let mut k = self.zeros(layout, num_slots, job)?;
         k.bytes.fill(0x2a);
         let v = k.try_clone()?;
-        // The first `tokens` places of a shuffle; the reserved slot may be among them.
-        let mut order: Vec<i64> = (0..num_slots as i64).collect();
+        // The first `tokens` places of a shuffle, of which only those that are not where they were
+        // are kept; the reserved slot may be among them.
+        let mut moved = HashMap::new();
+        let mut order = Vec::with_capacity(tokens);
         for place in 0..tokens {
             let other = place + (random() % (num_slots - place) as u64) as usize;
-            order.swap(place, other);
+            let here = moved.get(&place).copied().unwrap_or(place);
+            order.push(moved.insert(other, here).unwrap_or(other));
         }
         let slots = HostTensor {
             dtype: DType::I64,
             shape: vec![tokens],
-            bytes: order[..tokens]
+            bytes: order
                 .iter()
-                .flat_map(|slot| slot.to_le_bytes())
+                .flat_map(|&slot| (slot as i64).to_le_bytes())
                 .collect(),
         };
         let layers = job.kv.shape.get(1).copied().unwrap_or(0);

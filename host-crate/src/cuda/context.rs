@@ -3,10 +3,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use cust::device::{Device as CustDevice, DeviceAttribute};
 use fused_kv_kernels::abi::Status;
 
-use super::driver::{self, Bound, LaunchEx, Pointer, RawContext, RawFunction};
+use super::driver::{self, Bound, DriverDevice, LaunchEx, Pointer, RawContext, RawFunction};
 use super::{CudaError, ptx};
 use crate::Error;
 
@@ -27,7 +26,7 @@ impl Context {
     pub fn new(ordinal: u32) -> Result<Self, Error> {
         driver::init()?;
         let state = State::primary(ordinal)?;
-        // SAFETY: the state keeps the context alive.
+        // SAFETY: the state of a primary context retains it.
         unsafe { driver::set_current(state.raw) }?;
         Ok(Self { state })
     }
@@ -61,8 +60,6 @@ pub(crate) struct State {
     /// Tables of pools by contents.
     tables: Mutex<HashMap<Vec<u64>, u64>>,
     pub(super) launch_ex: Option<LaunchEx>,
-    /// Keeps a primary context retained; `None` for a context that its owner keeps.
-    _primary: Option<cust::context::Context>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -72,8 +69,8 @@ pub(super) struct Function {
     pub(super) waits: bool,
 }
 
-// SAFETY: handles of the driver may be used from any thread; the state keeps its context alive or
-// belongs to a context whose owner does.
+// SAFETY: handles of the driver may be used from any thread; the state retains its context, or
+// belongs to one that was created apart, whose owner keeps it.
 unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Send for State {}
@@ -98,11 +95,11 @@ impl State {
     /// (stream-ordered pools), of the current context if it is of that device, else of the
     /// device's primary context.
     pub(crate) fn of_pointer(address: u64, ordinal: u32) -> Result<Arc<Self>, CudaError> {
-        if let Pointer::Device(_, owner) = driver::pointer(address)?
-            && !owner.is_null()
+        if let Pointer::Device { context, .. } = driver::pointer(address)?
+            && !context.is_null()
         {
             // SAFETY: a context that owns live memory is alive.
-            return unsafe { Self::of(owner) };
+            return unsafe { Self::of(context) };
         }
         let current = driver::current_context()?;
         if !current.is_null() && driver::current_device()? == ordinal {
@@ -112,6 +109,9 @@ impl State {
         Self::primary(ordinal)
     }
 
+    /// The state of a context. A primary context is retained with it, for as long as the process;
+    /// one that was created apart is its owner's, who keeps it until plans and memory of it are gone.
+    ///
     /// # Safety
     ///
     /// `raw` is a live context.
@@ -126,7 +126,24 @@ impl State {
             let _bound = unsafe { Bound::new(raw) }?;
             driver::current_device()?
         };
-        Self::register(key, raw, ordinal, None)
+        let device = DriverDevice::new(ordinal)?;
+        let (major, minor) = device.compute_capability()?;
+        let state = Arc::new(Self {
+            raw,
+            ordinal,
+            capability: 10 * major + minor,
+            functions: Mutex::default(),
+            records: Mutex::default(),
+            tables: Mutex::default(),
+            launch_ex: LaunchEx::find(),
+        });
+        let mut registry = lock(registry());
+        if let Some(state) = registry.get(&key) {
+            return Ok(state.clone());
+        }
+        device.retain_if_primary(raw)?;
+        registry.insert(key, state.clone());
+        Ok(state)
     }
 
     fn primary(ordinal: u32) -> Result<Arc<Self>, CudaError> {
@@ -134,54 +151,18 @@ impl State {
         if ordinal >= count {
             return Err(CudaError::NoDevice { ordinal, count });
         }
-        let device = CustDevice::get_device(ordinal)
-            .map_err(|error| CudaError::cust("cuDeviceGet", error))?;
-        // cust makes the context current; the caller's choice is put back.
-        let before = driver::current_context()?;
-        let primary = cust::context::Context::new(device)
-            .map_err(|error| CudaError::cust("cuDevicePrimaryCtxRetain", error))?;
-        // SAFETY: it was current just before.
-        unsafe { driver::set_current(before) }?;
-        let raw = primary.as_raw().cast();
+        let device = DriverDevice::new(ordinal)?;
+        let raw = device.retain_primary()?;
         // SAFETY: just retained.
-        let key = (raw as usize, unsafe { driver::context_id(raw) }?);
-        if let Some(state) = lock(registry()).get(&key) {
-            return Ok(state.clone());
-        }
-        Self::register(key, raw, ordinal, Some(primary))
-    }
-
-    fn register(
-        key: Key,
-        raw: RawContext,
-        ordinal: u32,
-        primary: Option<cust::context::Context>,
-    ) -> Result<Arc<Self>, CudaError> {
-        let device = CustDevice::get_device(ordinal)
-            .map_err(|error| CudaError::cust("cuDeviceGet", error))?;
-        let attribute = |attribute| {
-            device
-                .get_attribute(attribute)
-                .map_err(|error| CudaError::cust("cuDeviceGetAttribute", error))
-        };
-        let capability = 10 * attribute(DeviceAttribute::ComputeCapabilityMajor)?
-            + attribute(DeviceAttribute::ComputeCapabilityMinor)?;
-        let state = Arc::new(Self {
-            raw,
-            ordinal,
-            capability: capability as u32,
-            functions: Mutex::default(),
-            records: Mutex::default(),
-            tables: Mutex::default(),
-            launch_ex: LaunchEx::find(),
-            _primary: primary,
-        });
-        Ok(lock(registry()).entry(key).or_insert(state).clone())
+        let state = unsafe { Self::of(raw) };
+        // SAFETY: retained above; the state has retained it for itself, or there is none.
+        unsafe { device.release_primary() }?;
+        state
     }
 
     /// Makes this context current until the result is dropped.
     pub(super) fn bind(&self) -> Result<Bound, CudaError> {
-        // SAFETY: this state keeps its context alive, or its owner does.
+        // SAFETY: this state retains its context, or the context's owner keeps it.
         unsafe { Bound::new(self.raw) }
     }
 

@@ -1,4 +1,4 @@
-//! The driver calls that `cust` lacks or wraps unsafely, with plain integer results.
+//! The driver calls of this library, with plain integer results.
 //!
 //! `cust` folds result codes into a Rust enum from CUDA 11.4: a newer driver's code would be an
 //! invalid value. Here a result stays an integer, and an error keeps it.
@@ -24,12 +24,20 @@ unsafe extern "C" {
     fn cuDriverGetVersion(version: *mut c_int) -> c_int;
     fn cuInit(flags: c_uint) -> c_int;
     fn cuDeviceGetCount(count: *mut c_int) -> c_int;
+    fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> c_int;
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> c_int;
+    fn cuDeviceGetName(name: *mut c_char, bytes: c_int, device: c_int) -> c_int;
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> c_int;
+    fn cuDevicePrimaryCtxGetState(device: c_int, flags: *mut c_uint, active: *mut c_int) -> c_int;
+    fn cuDevicePrimaryCtxRetain(context: *mut RawContext, device: c_int) -> c_int;
+    fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> c_int;
     fn cuCtxSetCurrent(context: RawContext) -> c_int;
     fn cuCtxGetCurrent(context: *mut RawContext) -> c_int;
     fn cuCtxPushCurrent_v2(context: RawContext) -> c_int;
     fn cuCtxPopCurrent_v2(context: *mut RawContext) -> c_int;
     fn cuCtxGetDevice(device: *mut c_int) -> c_int;
     fn cuCtxSynchronize() -> c_int;
+    fn cuStreamSynchronize(stream: RawStream) -> c_int;
     fn cuPointerGetAttributes(
         count: c_uint,
         attributes: *mut c_int,
@@ -125,6 +133,93 @@ pub(super) fn device_count() -> Result<u32, CudaError> {
     Ok(count as u32)
 }
 
+/// A device of the driver.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DriverDevice(c_int);
+
+impl DriverDevice {
+    /// The device with this ordinal.
+    pub(super) fn new(ordinal: u32) -> Result<Self, CudaError> {
+        let mut device = 0;
+        // SAFETY: writes one integer.
+        result("cuDeviceGet", unsafe {
+            cuDeviceGet(&mut device, ordinal as c_int)
+        })?;
+        Ok(Self(device))
+    }
+
+    /// Compute capability, major and minor.
+    pub(super) fn compute_capability(self) -> Result<(u32, u32), CudaError> {
+        const MAJOR: c_int = 75;
+        const MINOR: c_int = 76;
+        let attribute = |attribute| {
+            let mut value = 0;
+            // SAFETY: writes one integer.
+            let code = unsafe { cuDeviceGetAttribute(&mut value, attribute, self.0) };
+            result("cuDeviceGetAttribute", code)?;
+            Ok::<_, CudaError>(value as u32)
+        };
+        Ok((attribute(MAJOR)?, attribute(MINOR)?))
+    }
+
+    pub(super) fn name(self) -> Result<String, CudaError> {
+        let mut name = [0u8; 256];
+        // SAFETY: writes a C string of at most as many bytes as it is told.
+        let code =
+            unsafe { cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as c_int, self.0) };
+        result("cuDeviceGetName", code)?;
+        let name = CStr::from_bytes_until_nul(&name).unwrap_or_default();
+        Ok(name.to_string_lossy().into_owned())
+    }
+
+    /// Bytes of memory.
+    pub(super) fn memory(self) -> Result<u64, CudaError> {
+        let mut bytes = 0;
+        // SAFETY: writes one integer.
+        result("cuDeviceTotalMem", unsafe {
+            cuDeviceTotalMem_v2(&mut bytes, self.0)
+        })?;
+        Ok(bytes as u64)
+    }
+
+    /// The primary context, which lives until [`release_primary`](Self::release_primary) was
+    /// called as often as this.
+    pub(super) fn retain_primary(self) -> Result<RawContext, CudaError> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: writes one pointer.
+        result("cuDevicePrimaryCtxRetain", unsafe {
+            cuDevicePrimaryCtxRetain(&mut context, self.0)
+        })?;
+        Ok(context)
+    }
+
+    /// Takes back one [`retain_primary`](Self::retain_primary).
+    ///
+    /// # Safety
+    ///
+    /// That call was made, and nobody relies on it.
+    pub(super) unsafe fn release_primary(self) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        result("cuDevicePrimaryCtxRelease", unsafe {
+            cuDevicePrimaryCtxRelease_v2(self.0)
+        })
+    }
+
+    /// Retains `context` where it is the primary context of this device.
+    pub(super) fn retain_if_primary(self, context: RawContext) -> Result<(), CudaError> {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: writes two integers.
+        result("cuDevicePrimaryCtxGetState", unsafe {
+            cuDevicePrimaryCtxGetState(self.0, &mut flags, &mut active)
+        })?;
+        if active != 0 && self.retain_primary()? != context {
+            // SAFETY: just retained, for nobody.
+            unsafe { self.release_primary() }?;
+        }
+        Ok(())
+    }
+}
+
 /// Makes a context, or none, current.
 ///
 /// # Safety
@@ -193,14 +288,21 @@ pub(super) enum Pointer {
     Unknown,
     /// Pinned host memory.
     Host,
-    /// Device memory: ordinal and, where the allocation belongs to one, context.
-    Device(u32, RawContext),
+    /// Device memory.
+    Device {
+        ordinal: u32,
+        /// Null where the allocation belongs to none.
+        context: RawContext,
+        /// The host can access it as well.
+        managed: bool,
+    },
 }
 
 /// Asks the driver about an address.
 pub(super) fn pointer(address: u64) -> Result<Pointer, CudaError> {
     const CONTEXT: c_int = 1;
     const MEMORY_TYPE: c_int = 2;
+    const IS_MANAGED: c_int = 8;
     const DEVICE_ORDINAL: c_int = 9;
     const TYPE_HOST: c_uint = 1;
     const TYPE_DEVICE: c_uint = 2;
@@ -208,20 +310,27 @@ pub(super) fn pointer(address: u64) -> Result<Pointer, CudaError> {
     let mut memory_type: c_uint = 0;
     let mut ordinal: c_int = 0;
     let mut context: RawContext = std::ptr::null_mut();
-    let mut attributes = [MEMORY_TYPE, DEVICE_ORDINAL, CONTEXT];
-    let mut values: [*mut c_void; 3] = [
+    let mut managed: c_uint = 0;
+    let mut attributes = [MEMORY_TYPE, DEVICE_ORDINAL, CONTEXT, IS_MANAGED];
+    let mut values: [*mut c_void; 4] = [
         (&raw mut memory_type).cast(),
         (&raw mut ordinal).cast(),
         (&raw mut context).cast(),
+        (&raw mut managed).cast(),
     ];
-    // SAFETY: three attributes with a place of its type for each; any address may be asked about,
-    // and one that the driver does not know gives zeros.
+    // SAFETY: four attributes with a place of at least its size for each; any address may be asked
+    // about, and one that the driver does not know gives zeros.
     let code =
-        unsafe { cuPointerGetAttributes(3, attributes.as_mut_ptr(), values.as_mut_ptr(), address) };
+        unsafe { cuPointerGetAttributes(4, attributes.as_mut_ptr(), values.as_mut_ptr(), address) };
     result("cuPointerGetAttributes", code)?;
     Ok(match memory_type {
         TYPE_HOST => Pointer::Host,
-        TYPE_DEVICE => Pointer::Device(ordinal as u32, context),
+        TYPE_DEVICE => Pointer::Device {
+            ordinal: ordinal as u32,
+            context,
+            // A single byte.
+            managed: managed & 0xff != 0,
+        },
         _ => Pointer::Unknown,
     })
 }
@@ -382,8 +491,8 @@ struct LaunchConfig {
     attribute_count: c_uint,
 }
 
-/// `CUlaunchAttribute` with an integer as its value.
-#[repr(C)]
+/// `CUlaunchAttribute` with an integer as its value; others are pointers, hence the alignment.
+#[repr(C, align(8))]
 struct LaunchAttribute {
     id: c_int,
     padding: c_int,
@@ -494,6 +603,14 @@ pub(super) unsafe fn free(address: u64) {
     unsafe { cuMemFree_v2(address) };
 }
 
+/// Waits for the null stream.
+fn synchronize_null_stream() -> Result<(), CudaError> {
+    // SAFETY: the null stream is one of every context.
+    result("cuStreamSynchronize", unsafe {
+        cuStreamSynchronize(std::ptr::null_mut())
+    })
+}
+
 /// Copies to the device and waits.
 ///
 /// # Safety
@@ -503,7 +620,10 @@ pub(super) unsafe fn copy_to_device(to: u64, from: &[u8]) -> Result<(), CudaErro
     // SAFETY: the caller's promise.
     result("cuMemcpyHtoD", unsafe {
         cuMemcpyHtoD_v2(to, from.as_ptr().cast(), from.len())
-    })
+    })?;
+    // From pageable memory the call returns when the bytes are staged; a stream that does not wait
+    // for the null stream could be there before them.
+    synchronize_null_stream()
 }
 
 /// Copies from the device and waits.
@@ -518,12 +638,13 @@ pub(super) unsafe fn copy_to_host(to: &mut [u8], from: u64) -> Result<(), CudaEr
     })
 }
 
-/// Sets bytes on the device.
+/// Sets bytes on the device and waits.
 ///
 /// # Safety
 ///
 /// `to` has `bytes` bytes of device memory.
 pub(super) unsafe fn fill(to: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
     // SAFETY: the caller's promise.
-    result("cuMemsetD8", unsafe { cuMemsetD8_v2(to, value, bytes) })
+    result("cuMemsetD8", unsafe { cuMemsetD8_v2(to, value, bytes) })?;
+    synchronize_null_stream()
 }

@@ -86,9 +86,4 @@ impl CudaError {
             text,
         }
     }
-
-    /// From one of `cust`'s calls.
-    pub(super) fn cust(call: &'static str, error: cust::error::CudaError) -> Self {
-        Self::driver(call, error as i32)
-    }
 }

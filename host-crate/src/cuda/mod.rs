@@ -12,8 +12,6 @@ mod runner;
 mod stream;
 mod views;
 
-use cust::device::{Device as CustDevice, DeviceAttribute};
-
 pub use context::Context;
 pub use error::CudaError;
 pub use memory::DeviceMemory;
@@ -23,7 +21,7 @@ pub use stream::Stream;
 
 use crate::tensor::Raw;
 use crate::{Device, Error};
-use driver::Pointer;
+use driver::{DriverDevice, Pointer};
 
 /// A CUDA device, for information.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,26 +48,13 @@ pub fn devices() -> Result<Vec<DeviceInfo>, CudaError> {
     let tiers = ptx_tiers()?;
     (0..driver::device_count()?)
         .map(|ordinal| {
-            let device = CustDevice::get_device(ordinal)
-                .map_err(|error| CudaError::cust("cuDeviceGet", error))?;
-            let attribute = |attribute| {
-                device
-                    .get_attribute(attribute)
-                    .map(|value| value as u32)
-                    .map_err(|error| CudaError::cust("cuDeviceGetAttribute", error))
-            };
-            let major = attribute(DeviceAttribute::ComputeCapabilityMajor)?;
-            let minor = attribute(DeviceAttribute::ComputeCapabilityMinor)?;
+            let device = DriverDevice::new(ordinal)?;
+            let (major, minor) = device.compute_capability()?;
             Ok(DeviceInfo {
                 ordinal,
-                name: device
-                    .name()
-                    .map_err(|error| CudaError::cust("cuDeviceGetName", error))?,
+                name: device.name()?,
                 compute_capability: (major, minor),
-                memory: device
-                    .total_memory()
-                    .map_err(|error| CudaError::cust("cuDeviceTotalMem", error))?
-                    as u64,
+                memory: device.memory()?,
                 tier: tiers
                     .iter()
                     .copied()
@@ -132,7 +117,9 @@ pub(crate) unsafe fn copy_to_host(
 /// Where the memory at `address` is; `claimed` is what its owner says.
 fn resolve_address(address: u64, claimed: Device) -> Result<Device, CudaError> {
     match driver::pointer(address) {
-        Ok(Pointer::Device(ordinal, _)) => Ok(Device::Cuda(ordinal)),
+        // What is borrowed as the host's is worked on before the borrow ends.
+        Ok(Pointer::Device { managed: true, .. }) if claimed == Device::Cpu => Ok(Device::Cpu),
+        Ok(Pointer::Device { ordinal, .. }) => Ok(Device::Cuda(ordinal)),
         Ok(Pointer::Host | Pointer::Unknown) => Ok(Device::Cpu),
         // A process that never initialized CUDA, or has no driver, has no device memory.
         Err(CudaError::Driver { code, .. })

@@ -15,7 +15,8 @@ const EMBEDDED: [(u32, &str); 3] = [
     (90, include_str!("../../ptx/sm_90.ptx")),
 ];
 
-/// Environment variable that names a folder to load PTX from instead.
+/// Environment variable that names a folder to load PTX from instead: code, and trusted as code is,
+/// see [`set_ptx_folder`].
 pub const PTX_FOLDER_VARIABLE: &str = "FUSED_KV_PTX_DIR";
 
 /// A set of PTX texts.
@@ -31,11 +32,16 @@ static CHOSEN: Mutex<Option<Source>> = Mutex::new(None);
 /// made from now on; `None` goes back to the embedded PTX. Until this is called, the environment
 /// variable [`PTX_FOLDER_VARIABLE`] decides.
 ///
+/// # Safety
+///
+/// The folder holds what `build-ptx` made of kernels of this library, for as long as plans are made:
+/// it is code that the device runs with the addresses of their tensors.
+///
 /// # Errors
 ///
 /// [`CudaError::PtxFolder`] when the folder has no manifest, or PTX for another version of this
 /// library.
-pub fn set_ptx_folder(folder: Option<&Path>) -> Result<(), CudaError> {
+pub unsafe fn set_ptx_folder(folder: Option<&Path>) -> Result<(), CudaError> {
     let source = match folder {
         Some(folder) => {
             Manifest::read(folder)?;

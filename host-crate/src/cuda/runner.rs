@@ -71,8 +71,8 @@ impl Runner {
                 ..
             } = call;
             // SAFETY: the function is this context's and takes `Params`; the plan's validation
-            // covers what the parameters name; `Stream` stands for a live stream; only a kernel
-            // that waits is launched early.
+            // covers what the parameters name; `Stream` stands for a live stream (a launch to one
+            // of another device's context fails); only a kernel that waits is launched early.
             unsafe {
                 match self.state.launch_ex {
                     Some(launch_ex) if self.overlap && function.waits => launch_ex.launch_early(

@@ -1,5 +1,6 @@
 //! Views of `cust`'s device buffers.
 
+use bytemuck::AnyBitPattern;
 use cust::memory::{DeviceCopy, DeviceSlice};
 
 use crate::Device;
@@ -7,9 +8,19 @@ use crate::dtype::DType;
 use crate::error::{Error, ViewError};
 use crate::tensor::{Layout, TensorView, TensorViewMut};
 
-/// The ordinal of the device that an address belongs to.
-fn device_of(address: u64) -> Result<Device, Error> {
-    super::resolve_address(address, Device::Cuda(0)).map_err(Error::Cuda)
+use super::driver;
+
+/// The device of a slice of `bytes` bytes at `address`: an empty one has no memory, and is where
+/// the calling thread works.
+fn device_of(address: u64, bytes: usize) -> Result<Device, Error> {
+    if bytes > 0 {
+        return Ok(super::resolve_address(address, Device::Cuda(0))?);
+    }
+    driver::init()?;
+    Ok(Device::Cuda(match driver::current_context()?.is_null() {
+        true => 0,
+        false => driver::current_device()?,
+    }))
 }
 
 /// Checks that a contiguous tensor of this shape has exactly `bytes` bytes; its strides.
@@ -27,7 +38,7 @@ fn check_size(bytes: usize, dtype: DType, shape: &[usize]) -> Result<Vec<isize>,
 }
 
 macro_rules! views {
-    ($view:ident, $slice:ty) => {
+    ($view:ident, $slice:ty, $($element:tt)+) => {
         impl<'a> $view<'a> {
             /// A contiguous view of a `cust` device buffer or slice. `half`'s types cannot be
             /// elements of those, so the dtype is given: `u16` storage for bf16 and f16.
@@ -36,20 +47,28 @@ macro_rules! views {
             ///
             /// [`Error::View`] when `shape` of `dtype` does not need exactly the slice's bytes; a
             /// failure of the driver.
-            pub fn from_device_slice<T: DeviceCopy>(
+            pub fn from_device_slice<T: $($element)+>(
                 slice: $slice,
                 dtype: DType,
                 shape: &[usize],
             ) -> Result<Self, Error> {
-                let strides = check_size(slice.len() * size_of::<T>(), dtype, shape)?;
+                let bytes = slice.len() * size_of::<T>();
+                let strides = check_size(bytes, dtype, shape)?;
                 let address = slice.as_device_ptr().as_raw();
-                let device = device_of(address)?;
+                let device = device_of(address, bytes)?;
                 // SAFETY: the slice is borrowed for the view's lifetime, and the view covers it.
+                // What a dropped plan left enqueued works on memory of the device alone, that
+                // `cuMemFree` waits for before it is another's, and leaves bits that are values.
                 unsafe { Self::from_raw_parts(address, device, dtype, shape, &strides) }
             }
         }
     };
 }
 
-views!(TensorView, &'a DeviceSlice<T>);
-views!(TensorViewMut, &'a mut DeviceSlice<T>);
+views!(TensorView, &'a DeviceSlice<T>, DeviceCopy);
+// A kernel writes any bits, which are no value of `bool` or `char`, say.
+views!(
+    TensorViewMut,
+    &'a mut DeviceSlice<T>,
+    DeviceCopy + AnyBitPattern
+);

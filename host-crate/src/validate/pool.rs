@@ -416,7 +416,10 @@ fn check_allocation(_: Argument, _: &Raw) -> Result<(), Error> {
 pub(crate) fn unique_slots(pool: &Pool, tokens: usize) -> Result<(), Error> {
     // SAFETY: the list has an element for each token; it is the plan's, which holds it borrowed.
     let slots = (0..tokens).map(|token| unsafe { crate::cpu::read_slot(&pool.slots, token) });
-    let mut first = HashMap::with_capacity(tokens);
+    let mut first = HashMap::new();
+    first
+        .try_reserve(tokens)
+        .map_err(|_| out_of_memory(tokens.saturating_mul(size_of::<(i64, usize)>())))?;
     for (second, slot) in slots.enumerate() {
         if pool.holds(slot)
             && let Some(first) = first.insert(slot, second)
@@ -431,6 +434,11 @@ pub(crate) fn unique_slots(pool: &Pool, tokens: usize) -> Result<(), Error> {
     Ok(())
 }
 
+fn out_of_memory(bytes: usize) -> Error {
+    let argument = Argument::Slots;
+    Error::OutOfMemory { argument, bytes }
+}
+
 /// As [`unique_slots`], for a list on any device.
 fn refuse_duplicates(pool: &Pool, slots: &Raw) -> Result<(), Error> {
     let tokens = slots.layout.shape()[0];
@@ -440,7 +448,10 @@ fn refuse_duplicates(pool: &Pool, slots: &Raw) -> Result<(), Error> {
     let Some((start, end)) = slots.byte_range().map_err(Error::View)? else {
         return Ok(());
     };
-    let mut copy = vec![0u8; end - start];
+    let mut copy = Vec::new();
+    copy.try_reserve_exact(end - start)
+        .map_err(|_| out_of_memory(end - start))?;
+    copy.resize(end - start, 0u8);
     copy_from_device(slots, start, &mut copy)?;
     let mut pool = pool.clone();
     pool.slots.address = copy.as_ptr() as usize + (slots.address - start);
