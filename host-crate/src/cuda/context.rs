@@ -118,7 +118,8 @@ impl State {
     unsafe fn of(raw: RawContext) -> Result<Arc<Self>, CudaError> {
         // SAFETY: the caller's promise.
         let key = (raw as usize, unsafe { driver::context_id(raw) }?);
-        if let Some(state) = lock(registry()).get(&key) {
+        let mut registry = lock(registry());
+        if let Some(state) = registry.get(&key) {
             return Ok(state.clone());
         }
         let ordinal = {
@@ -137,10 +138,6 @@ impl State {
             tables: Mutex::default(),
             launch_ex: LaunchEx::find(),
         });
-        let mut registry = lock(registry());
-        if let Some(state) = registry.get(&key) {
-            return Ok(state.clone());
-        }
         device.retain_if_primary(raw)?;
         registry.insert(key, state.clone());
         Ok(state)
