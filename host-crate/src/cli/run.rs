@@ -68,20 +68,24 @@ pub(crate) enum Target {
 
 impl Target {
     /// K and V; a pool may lack one until a plan refuses it.
-    fn halves(&self) -> [Option<&HostTensor>; 2] {
+    pub(crate) fn halves(&self) -> [Option<&HostTensor>; 2] {
         match self {
             Self::Dense { k, v } => [Some(k), Some(v)],
             Self::Pool(pool) => [pool.k.as_ref(), pool.v.as_ref()],
         }
     }
 
-    /// The tensors that are written, by the names that they have in a file of results.
-    pub(crate) fn outputs(&self) -> impl Iterator<Item = (&'static str, &HostTensor)> {
-        let names = match self {
+    /// What K and V are called in a file of results.
+    pub(crate) fn names(&self) -> [&'static str; 2] {
+        match self {
             Self::Dense { .. } => ["k_out", "v_out"],
             Self::Pool(_) => ["k_pool", "v_pool"],
-        };
-        names
+        }
+    }
+
+    /// The tensors that are written, by [their names](Self::names).
+    pub(crate) fn outputs(&self) -> impl Iterator<Item = (&'static str, &HostTensor)> {
+        self.names()
             .into_iter()
             .zip(self.halves())
             .filter_map(|(name, tensor)| Some((name, tensor?)))
@@ -95,24 +99,36 @@ impl Target {
         }
     }
 
-    /// How far K and V are from their references.
-    fn compare(&self, job: &Job, references: [Option<&HostTensor>; 2]) -> [Option<Distance>; 2] {
-        let [k_reference, v_reference] = references;
-        match self {
-            Self::Dense { k, v } => [
-                k_reference.and_then(|reference| verify::k(job, k, reference)),
-                v_reference.and_then(|reference| verify::v(job, v, reference)),
-            ],
-            Self::Pool(pool) => {
-                let compare = |is_k, ours: &Option<HostTensor>, reference: Option<&HostTensor>| {
-                    verify::pool(job, pool, is_k, ours.as_ref()?, reference?)
-                };
-                [
-                    compare(true, &pool.k, k_reference),
-                    compare(false, &pool.v, v_reference),
-                ]
+    /// How far K and V are from their references, which have to be like them.
+    fn compare(
+        &self,
+        path: &Path,
+        job: &Job,
+        references: [Option<&HostTensor>; 2],
+    ) -> Result<[Option<Distance>; 2], CliError> {
+        let pairs = self.halves().into_iter().zip(references);
+        for (tensor, pair) in self.reference_names().into_iter().zip(pairs) {
+            if let (Some(ours), Some(theirs)) = pair
+                && (ours.dtype, &ours.shape) != (theirs.dtype, &theirs.shape)
+            {
+                return Err(CliError::Reference {
+                    path: path.to_owned(),
+                    tensor,
+                    found: theirs.describe(),
+                    expected: ours.describe(),
+                });
             }
         }
+        let compare = |is_k: bool| {
+            let half = usize::from(!is_k);
+            let (ours, theirs) = (self.halves()[half]?, references[half]?);
+            match self {
+                Self::Dense { .. } if is_k => verify::k(job, ours, theirs),
+                Self::Dense { .. } => verify::v(job, ours, theirs),
+                Self::Pool(pool) => verify::pool(job, pool, is_k, ours, theirs),
+            }
+        };
+        Ok([compare(true), compare(false)])
     }
 }
 
@@ -485,40 +501,26 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
     };
     let (ran, mut times) = execute(options, &job, &mut target)?;
     times.sort_unstable();
-    if options.verify {
-        // What the reference is of is fine: the plan has seen it.
-        let references = [&k_reference, &v_reference];
-        for ((tensor, found), expected) in names.into_iter().zip(references).zip(target.halves()) {
-            if let (Some(found), Some(expected)) = (found, expected)
-                && (found.dtype, &found.shape) != (expected.dtype, &expected.shape)
-            {
-                return Err(CliError::Reference {
-                    path: path.clone(),
-                    tensor,
-                    found: found.describe(),
-                    expected: expected.describe(),
-                });
-            }
-        }
-    }
 
-    let verify = options.verify.then(|| {
+    let verify = if options.verify {
         let references = [k_reference.as_ref(), v_reference.as_ref()];
-        let distances = target.compare(&job, references);
+        let distances = target.compare(path, &job, references)?;
         let compared = distances
             .iter()
             .zip(references)
             .all(|(distance, reference)| distance.is_some() == reference.is_some());
         let within = distances.iter().flatten().all(Distance::within_contract);
-        Verification {
+        Some(Verification {
             distances: names
                 .into_iter()
                 .zip(distances)
                 .filter_map(|(name, distance)| Some((name, distance?)))
                 .collect(),
             within_contract: compared && within,
-        }
-    });
+        })
+    } else {
+        None
+    };
 
     if let Some(mut destination) = destination {
         let tensors: Vec<_> = target.outputs().collect();

@@ -385,15 +385,11 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode, CliError> {
         if let Target::Pool(pool) = target {
             tensors.push(("slots", &pool.slots));
         }
-        let references = target.reference_names();
-        tensors.extend(target.outputs().enumerate().map(|(half, (name, tensor))| {
-            let name = if options.with_output {
-                references[half]
-            } else {
-                name
-            };
-            (name, tensor)
-        }));
+        let names = match options.with_output {
+            true => target.reference_names(),
+            false => target.names(),
+        };
+        tensors.extend(names.into_iter().zip(target.halves().into_iter().flatten()));
     }
     // Wide elements first: each tensor then starts at a multiple of its element size.
     tensors.sort_by_key(|(_, tensor)| std::cmp::Reverse(tensor.dtype.size()));

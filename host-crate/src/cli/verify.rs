@@ -291,12 +291,13 @@ impl<'j> Bounds<'j> {
 
 /// K against a reference: each element within one unit in the last place of the output type plus
 /// [`ARITHMETIC_BOUND`] times `|first * cos| + |second * sin|` (for elements that are not
-/// rotated, times their own magnitude). `None` when shapes or dtypes do not fit each other.
+/// rotated, times their own magnitude). `theirs` has the shape and dtype of `ours`; `None` when those
+/// are no output of `job`.
 pub(crate) fn k(job: &Job, ours: &HostTensor, theirs: &HostTensor) -> Option<Distance> {
-    let (format, fits) = outputs(ours, theirs)?;
+    let format = Format::of(ours.dtype)?;
     let bounds = Bounds::new(job)?;
     let (tokens, layers) = (job.kv.shape.first(), job.kv.shape.get(1));
-    if !fits || ours.shape.first() != layers || ours.shape.get(1) != tokens {
+    if ours.shape.first() != layers || ours.shape.get(1) != tokens {
         return None;
     }
     Some(by_row(
@@ -337,10 +338,8 @@ fn compare_row(
         .fold(Distance::default(), Distance::merge)
 }
 
-/// One half of a pool against a reference of the whole half: rows that the job wrote as [`k`] and
-/// [`v`] have it, with the bound of K divided as K is, and V that is converted without a value
-/// scale the same (its one rounding is determined; NaN equals NaN); every other byte is the same.
-/// `None` when shapes or dtypes do not fit each other.
+/// One half of a pool against a reference of the whole half, likewise: rows that the job wrote as
+/// [`k`] and [`v`] have it, with the bound of K divided as K is; every other byte is the same.
 pub(crate) fn pool(
     job: &Job,
     pool: &PoolJob,
@@ -348,18 +347,10 @@ pub(crate) fn pool(
     ours: &HostTensor,
     theirs: &HostTensor,
 ) -> Option<Distance> {
-    let (format, fits) = outputs(ours, theirs)?;
+    let format = Format::of(ours.dtype)?;
     let bounds = Bounds::new(job)?;
-    if !fits {
-        return None;
-    }
     let (heads, head_dim) = (job.config.num_kv_heads, job.config.head_dim);
     let writers = pool.writers(job);
-    let v_allowance = match &job.value_scale {
-        Some(_) => Allowance::OneUlpAnd(0.0),
-        None if ours.dtype == job.kv.dtype => Allowance::Bits,
-        None => Allowance::BitsOrNan,
-    };
     let mut rows: Vec<(usize, [usize; 3])> = writers
         .iter()
         .flat_map(|(&slot, &token)| {
@@ -369,7 +360,7 @@ pub(crate) fn pool(
         .map(|(slot, row)| (pool.row(ours, row[0], slot, row[2]), row))
         .collect();
     rows.par_sort_unstable_by_key(|&(first, _)| first);
-    let size = format.size;
+    let (dtype, size) = (ours.dtype, format.size);
     let written = rows
         .par_iter()
         .map(|&(first, [layer, token, head])| {
@@ -380,8 +371,7 @@ pub(crate) fn pool(
             let range = first * size..(first + head_dim) * size;
             let (ours, theirs) = (&ours.bytes[range.clone()], &theirs.bytes[range]);
             if !is_k {
-                let allowances = std::iter::repeat_n(v_allowance, head_dim);
-                return compare_row(format, ours, theirs, allowances);
+                return compare_row(format, ours, theirs, v_allowances(job, dtype));
             }
             let bound = bounds.row(layer, token, head).unwrap_or_default();
             let allowances = bound
@@ -411,33 +401,24 @@ pub(crate) fn pool(
     })
 }
 
-/// V against a reference: bit for bit where it is copied, one unit in the last place where it is
-/// scaled. `None` when shapes or dtypes do not fit each other.
+/// V against a reference, likewise; see [`v_allowances`].
 pub(crate) fn v(job: &Job, ours: &HostTensor, theirs: &HostTensor) -> Option<Distance> {
-    let (format, fits) = outputs(ours, theirs)?;
-    let allowance = match job.value_scale {
-        None => Allowance::Bits,
-        Some(_) => Allowance::OneUlpAnd(0.0),
-    };
-    let head_dim = job.config.head_dim;
-    fits.then(|| {
-        by_row(head_dim, format, ours, theirs, |_, ours, theirs| {
-            compare_row(
-                format,
-                ours,
-                theirs,
-                std::iter::repeat_n(allowance, head_dim),
-            )
-        })
-    })
+    let format = Format::of(ours.dtype)?;
+    let (head_dim, dtype) = (job.config.head_dim, ours.dtype);
+    Some(by_row(head_dim, format, ours, theirs, |_, ours, theirs| {
+        compare_row(format, ours, theirs, v_allowances(job, dtype))
+    }))
 }
 
-fn outputs(ours: &HostTensor, theirs: &HostTensor) -> Option<(Format, bool)> {
-    let format = Format::of(ours.dtype)?;
-    Some((
-        format,
-        ours.dtype == theirs.dtype && ours.shape == theirs.shape,
-    ))
+/// A row of V that is stored as `dtype`: bit for bit where it is copied, or converted (its one
+/// rounding is determined, the bits of a NaN are not), one unit in the last place where it is scaled.
+fn v_allowances(job: &Job, dtype: DType) -> impl Iterator<Item = Allowance> {
+    let allowance = match &job.value_scale {
+        Some(_) => Allowance::OneUlpAnd(0.0),
+        None if dtype == job.kv.dtype => Allowance::Bits,
+        None => Allowance::BitsOrNan,
+    };
+    std::iter::repeat_n(allowance, job.config.head_dim)
 }
 
 #[cfg(test)]

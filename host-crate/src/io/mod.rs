@@ -38,9 +38,13 @@ impl HostTensor {
 
     /// A copy; refused as [`HostTensor::zeros`] is.
     pub(crate) fn try_clone(&self) -> Result<Self, TooMuchMemory> {
-        let mut copy = Self::zeros(self.dtype, &self.shape)?;
-        copy.bytes.copy_from_slice(&self.bytes);
-        Ok(copy)
+        let mut bytes = reserved(self.bytes.len())?;
+        bytes.extend_from_slice(&self.bytes);
+        Ok(Self {
+            dtype: self.dtype,
+            shape: self.shape.clone(),
+            bytes,
+        })
     }
 
     pub(crate) fn elements(&self) -> usize {
@@ -71,12 +75,18 @@ pub(crate) struct TooMuchMemory {
     bytes: Option<usize>,
 }
 
-/// `len` zero bytes, without ending the process where the allocator refuses.
-pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>, TooMuchMemory> {
+/// Room for `len` bytes, without ending the process where the allocator refuses.
+fn reserved(len: usize) -> Result<Vec<u8>, TooMuchMemory> {
     let mut bytes = Vec::new();
     bytes
         .try_reserve_exact(len)
         .map_err(|_: TryReserveError| TooMuchMemory { bytes: Some(len) })?;
+    Ok(bytes)
+}
+
+/// `len` zero bytes, likewise.
+pub(crate) fn zeroed(len: usize) -> Result<Vec<u8>, TooMuchMemory> {
+    let mut bytes = reserved(len)?;
     bytes.resize(len, 0);
     Ok(bytes)
 }
