@@ -803,6 +803,17 @@ fn pool_file(arguments: &[&str]) -> (TempDir, PathBuf) {
     (folder, path)
 }
 
+/// A file with slots and without a pool.
+fn slots_file() -> (TempDir, PathBuf) {
+    let (folder, path) = pool_file(&[]);
+    let mut file = File::read(&path);
+    for tensor in ["k_pool", "v_pool", "k_pool_out", "v_pool_out"] {
+        file.remove(tensor);
+    }
+    file.write(&path);
+    (folder, path)
+}
+
 const POOLS: [&[&str]; 6] = [
     &[],
     &["--pool-layout", "paged-nhd", "--page-size", "4"],
@@ -908,12 +919,7 @@ fn a_wrong_pool_is_noticed() {
 /// Slots without a pool: one is made, of what the flags say.
 #[test]
 fn a_pool_is_made_where_the_file_has_none() {
-    let (folder, path) = pool_file(&[]);
-    let mut file = File::read(&path);
-    for tensor in ["k_pool", "v_pool", "k_pool_out", "v_pool_out"] {
-        file.remove(tensor);
-    }
-    file.write(&path);
+    let (folder, path) = slots_file();
     let output = folder.path().join("out.safetensors");
     let run = |flags: &[&str]| {
         let mut arguments = vec!["run", "--backend", "cpu"];
@@ -1201,12 +1207,7 @@ fn converted_values_are_compared_exactly() {
 fn memory_for_half_a_pool() {
     let folder = TempDir::new().expect("a folder");
     let path = folder.path().join("x.safetensors");
-    let (_slots_folder, slots) = pool_file(&[]);
-    let mut file = File::read(&slots);
-    for tensor in ["k_pool", "v_pool", "k_pool_out", "v_pool_out"] {
-        file.remove(tensor);
-    }
-    file.write(&slots);
+    let (_slots_folder, slots) = slots_file();
     let path = path.to_str().expect("UTF-8");
     let slots = slots.to_str().expect("UTF-8");
     // 768 MiB each for K and V of 1200 MiB.
